@@ -1,0 +1,1 @@
+"""A Megatron-Core MoE token dispatcher with exactly balanced expert-parallel ranks."""

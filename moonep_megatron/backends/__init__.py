@@ -1,0 +1,1 @@
+"""Transports of rows, weights and gradients between expert-parallel ranks."""
