@@ -1,0 +1,274 @@
+"""The plan of one layer and microbatch: which rank computes which rows of which expert.
+
+This plain torch version is the definition; faster ones are tested against it. Letters:
+S tokens of this rank, K experts of a token, E experts, R expert-parallel ranks, n = E/R home
+experts of a rank (the home of expert e is rank e // n), G = 2n row groups of a rank, T[r,e] rows
+that rank r routes to expert e, M all routed rows, N routed entries of this rank, U duplicates.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moonep_megatron.rules import PLANNERS, Piece, solve
+
+__all__ = ["PLANNERS", "Plan", "destinations", "make_plan", "plan_hash"]
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What every rank computes. All tensors are int32, on the device of the counts.
+
+    A *duplicate* is a pair (rank, foreign expert): one copy of weights out, one gradient home.
+    """
+
+    rows_RE: Tensor
+    """[R, E] rows of expert e computed on rank d."""
+    cap_R: Tensor
+    """[R] rows of each rank: M // R, plus one on the first M % R ranks."""
+    foreign_expert_Rn: Tensor
+    """[R, n] foreign experts of each rank, ascending, then -1 for empty."""
+    group_expert_RG: Tensor
+    """[R, 2n] expert of each row group: the home experts in home order, then the foreign ones."""
+    group_start_RG1: Tensor
+    """[R, 2n+1] row at which each group starts; the last entry is the cap."""
+    rule: str
+    """The rule that made this plan."""
+
+    @property
+    def received_R(self) -> Tensor:
+        """int32 [R], duplicates that each rank holds."""
+        return (self.foreign_expert_Rn >= 0).sum(1, dtype=torch.int32)
+
+    @property
+    def sent_R(self) -> Tensor:
+        """int32 [R], duplicates of each rank's home experts on other ranks."""
+        ranks, homes = self.foreign_expert_Rn.shape
+        foreign = self.foreign_expert_Rn[self.foreign_expert_Rn >= 0]
+        return torch.bincount(foreign // homes, minlength=ranks).int()
+
+    @property
+    def duplicates(self) -> int:
+        """U, the number of (rank, foreign expert) pairs."""
+        return int(self.received_R.sum())
+
+    @property
+    def busiest(self) -> int:
+        """D, the most duplicates that any rank sends or holds."""
+        return int(torch.maximum(self.sent_R, self.received_R).max())
+
+    def waves(self, slots: int) -> int:
+        """Rounds that the busiest receiver needs with ``slots`` duplicates at a time."""
+        _check_slots(slots, self.foreign_expert_Rn.shape[1])
+        return -(-int(self.received_R.max()) // slots)
+
+
+def make_plan(
+    counts_RE: Tensor,
+    *,
+    planner: str = "best",
+    slots: int | None = None,
+    home_order_Rn: Tensor | None = None,
+) -> Plan:
+    """Balance the routed rows exactly over the ranks.
+
+    Args:
+        counts_RE: int32 or int64 [R, E], T[r,e] >= 0.
+        planner: one of ``PLANNERS``.
+        slots: duplicates a rank can hold at a time, 1..n (default n). Any value gives an exact
+            plan; it changes only what ``best`` prefers.
+        home_order_Rn: integers [R, n], the home experts of each rank in the order of their row
+            groups (default: descending ids, because weights lie last expert first).
+
+    The rules run on the host, so a call with counts on a GPU waits for them.
+
+    Raises:
+        ValueError: an argument is out of its range; the message names it and its value.
+    """
+    ranks, homes = _check_counts(counts_RE)
+    slots = homes if slots is None else slots
+    _check_slots(slots, homes)
+    if planner not in PLANNERS:
+        raise ValueError(f"planner {planner!r} is unknown: use one of {', '.join(PLANNERS)}")
+    device = counts_RE.device
+    if home_order_Rn is None:
+        home_order_Rn = torch.arange(ranks * homes, device=device).view(ranks, homes).flip(1)
+    _check_home_order(home_order_Rn, ranks, homes)
+
+    total_Rn = counts_RE.sum(0, dtype=torch.int64).view(ranks, homes).cpu()
+    share, extra = divmod(int(total_Rn.sum()), ranks)
+    caps = [share + (d < extra) for d in range(ranks)]
+    if caps[0] > INT32_MAX:
+        raise ValueError(f"counts_RE gives a rank {caps[0]} rows: more than int32 holds")
+    rule, parts = solve(total_Rn.tolist(), caps, planner=planner, slots=slots)
+
+    rows_RE, foreign_Rn = _lay_out(total_Rn, parts)
+    group_RG = torch.cat([home_order_Rn.to("cpu", torch.int64), foreign_Rn], 1)
+    group_rows_RG = rows_RE.gather(1, group_RG.clamp(min=0)).masked_fill(group_RG < 0, 0)
+    start_RG1 = torch.nn.functional.pad(group_rows_RG.cumsum(1), (1, 0))
+    return Plan(
+        rows_RE=rows_RE.to(device, torch.int32),
+        cap_R=torch.tensor(caps, dtype=torch.int32, device=device),
+        foreign_expert_Rn=foreign_Rn.to(device, torch.int32),
+        group_expert_RG=group_RG.to(device, torch.int32),
+        group_start_RG1=start_RG1.to(device, torch.int32),
+        rule=rule,
+    )
+
+
+def destinations(plan: Plan, counts_RE: Tensor, ids_SK: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Rank and row of each of this rank's routed entries.
+
+    Where rank d computes expert e, its own first min(T[d,e], rows[d,e]) entries in (token, k) order
+    stay, at the start of the group. The others fill the free rows of the ranks in ascending order,
+    in (source rank, token, k) order. A repeated id in one token is two entries.
+
+    Args:
+        plan: made from ``counts_RE``.
+        counts_RE: int32 or int64 [R, E], T[r,e].
+        ids_SK: int32 or int64 [S, K], the experts of this rank's tokens, -1 for none.
+        rank: this rank, 0..R-1.
+
+    Returns:
+        (rank_SK, row_SK), int32, -1 where the id is -1.
+
+    Raises:
+        ValueError: an id is out of range, or the ids do not have the counts ``counts_RE[rank]``.
+    """
+    ranks, experts = plan.rows_RE.shape
+    _check_ids(ids_SK, counts_RE, (ranks, experts), rank)
+    rows_RE, counts_RE = plan.rows_RE.long(), counts_RE.long()
+    local_RE = torch.minimum(counts_RE, rows_RE)
+
+    # Entries in (expert, token, k) order; an entry's place is among its own rank's of that expert.
+    flat_N = ids_SK.reshape(-1)
+    entry_N = flat_N.argsort(stable=True)[(flat_N < 0).sum() :]
+    expert_N = flat_N[entry_N].long()
+    first_E = counts_RE[rank].cumsum(0) - counts_RE[rank]
+    place_N = torch.arange(len(entry_N), device=flat_N.device) - first_E[expert_N]
+
+    # Number the free rows in (expert, rank) order and the leftover entries of all ranks in (expert,
+    # source rank, token, k) order: equal numbers meet.
+    free_end_ER = (rows_RE - local_RE).T.reshape(-1).cumsum(0)
+    left_ER = (counts_RE - local_RE).T
+    left_before_ER = (left_ER.reshape(-1).cumsum(0) - left_ER.reshape(-1)).view_as(left_ER)
+    beyond_N = place_N - local_RE[rank, expert_N]
+    number_N = beyond_N + left_before_ER[expert_N, rank]
+    free_N = torch.searchsorted(free_end_ER, number_N, right=True)
+    stays_N = beyond_N < 0
+    to_N = torch.where(stays_N, rank, free_N % ranks)
+
+    free_start_ER = free_end_ER.view_as(left_ER) - (rows_RE - local_RE).T
+    offset_N = number_N - free_start_ER[expert_N, to_N] + local_RE[to_N, expert_N]
+    row_N = _group_start(plan)[to_N, expert_N] + torch.where(stays_N, place_N, offset_N)
+
+    rank_SK = torch.full_like(flat_N, -1, dtype=torch.int32)
+    row_SK = torch.full_like(rank_SK, -1)
+    rank_SK[entry_N], row_SK[entry_N] = to_N.int(), row_N.int()
+    return rank_SK.view(ids_SK.shape), row_SK.view(ids_SK.shape)
+
+
+def plan_hash(plan: Plan) -> int:
+    """63 bits that are equal on two ranks where their plans are equal, on any device."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in (
+        plan.rows_RE,
+        plan.cap_R,
+        plan.foreign_expert_Rn,
+        plan.group_expert_RG,
+        plan.group_start_RG1,
+    ):
+        digest.update(str(tuple(tensor.shape)).encode())
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _lay_out(total_Rn: Tensor, parts: list[Piece]) -> tuple[Tensor, Tensor]:
+    """int64 (rows_RE, foreign_expert_Rn) of homes that keep all but the given pieces."""
+    ranks, homes = total_Rn.shape
+    rows_RE = torch.zeros(ranks, ranks * homes, dtype=torch.int64)
+    rank_E = torch.arange(ranks).repeat_interleave(homes)
+    expert_E = torch.arange(ranks * homes)
+    rows_RE[rank_E, expert_E] = total_Rn.reshape(-1)
+    foreign_Rn = torch.full((ranks, homes), -1, dtype=torch.int64)
+    if parts:
+        rank_U, donor_U, local_U, rows_U = torch.tensor(parts).unbind(1)
+        expert_U = donor_U * homes + local_U
+        rows_RE[rank_U, expert_U] = rows_U
+        rows_RE.index_put_((donor_U, expert_U), -rows_U, accumulate=True)
+        order_U = (rank_U * ranks * homes + expert_U).argsort()
+        rank_U, expert_U = rank_U[order_U], expert_U[order_U]
+        received_R = torch.bincount(rank_U, minlength=ranks)
+        first_R = received_R.cumsum(0) - received_R
+        foreign_Rn[rank_U, torch.arange(len(parts)) - first_R[rank_U]] = expert_U
+    return rows_RE, foreign_Rn
+
+
+def _group_start(plan: Plan) -> Tensor:
+    """int64 [R, E+1], row at which the group of expert e starts on rank d (where it has one)."""
+    ranks, experts = plan.rows_RE.shape
+    start_RE1 = plan.rows_RE.new_zeros(ranks, experts + 1, dtype=torch.int64)
+    # empty groups write into the extra column
+    column_RG = plan.group_expert_RG.long().masked_fill(plan.group_expert_RG < 0, experts)
+    return start_RE1.scatter_(1, column_RG, plan.group_start_RG1[:, :-1].long())
+
+
+def _check_counts(counts_RE: Tensor) -> tuple[int, int]:
+    """Refuse counts that are no routing; return (R, n)."""
+    if counts_RE.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"counts_RE has dtype {counts_RE.dtype}: give int32 or int64")
+    if counts_RE.ndim != 2 or 0 in counts_RE.shape:
+        raise ValueError(f"counts_RE has shape {list(counts_RE.shape)}: give [ranks, experts]")
+    ranks, experts = counts_RE.shape
+    if experts % ranks:
+        raise ValueError(
+            f"counts_RE has {experts} experts on {ranks} ranks: "
+            "the number of experts must be a multiple of the number of ranks"
+        )
+    least = int(counts_RE.min())
+    if least < 0:
+        raise ValueError(f"counts_RE holds {least}: counts are never negative")
+    return ranks, experts // ranks
+
+
+def _check_slots(slots: int, homes: int) -> None:
+    if not 1 <= slots <= homes:
+        raise ValueError(f"slots {slots} is outside 1..{homes}, the experts of a rank")
+
+
+def _check_home_order(home_order_Rn: Tensor, ranks: int, homes: int) -> None:
+    expected_Rn = torch.arange(ranks * homes, device=home_order_Rn.device).view(ranks, homes)
+    if list(home_order_Rn.shape) != [ranks, homes]:
+        raise ValueError(
+            f"home_order_Rn has shape {list(home_order_Rn.shape)}: give {[ranks, homes]}"
+        )
+    if not torch.equal(home_order_Rn.sort(1).values.long(), expected_Rn):
+        raise ValueError(
+            f"home_order_Rn {home_order_Rn.tolist()} is not, in each row, "
+            "a permutation of that rank's experts"
+        )
+
+
+def _check_ids(ids_SK: Tensor, counts_RE: Tensor, shape: tuple[int, int], rank: int) -> None:
+    ranks, experts = shape
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} is outside 0..{ranks - 1}")
+    if tuple(counts_RE.shape) != shape:
+        raise ValueError(f"counts_RE has shape {list(counts_RE.shape)}: the plan has {list(shape)}")
+    if ids_SK.ndim != 2 or ids_SK.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"ids_SK has shape {list(ids_SK.shape)} and dtype {ids_SK.dtype}: "
+            "give [tokens, experts per token] as int32 or int64"
+        )
+    if ids_SK.numel() and not -1 <= int(ids_SK.min()) <= int(ids_SK.max()) < experts:
+        raise ValueError(
+            f"ids_SK holds {int(ids_SK.min())}..{int(ids_SK.max())}: "
+            f"ids are 0..{experts - 1}, or -1 for none"
+        )
+    own_E = torch.bincount(ids_SK.reshape(-1).long() + 1, minlength=experts + 1)[1:]
+    if not torch.equal(own_E, counts_RE[rank].long()):
+        raise ValueError(f"ids_SK of rank {rank} do not have the counts in counts_RE[{rank}]")

@@ -1,0 +1,250 @@
+"""The planning rules: from the rows of every home expert to transfers between ranks.
+
+Letters: R expert-parallel ranks, n home experts of a rank. Everything here is exact Python integers
+on the host, and every tie goes to the lowest rank, so that all ranks reach the same answer alone.
+
+``homes`` holds, for every rank, the routed rows of its n home experts, ``caps`` the rows that every
+rank must compute; both sum to the same number, and caps differ by at most one. The *surplus* of a
+rank is the sum of its homes minus its cap. A rule returns transfers (donor, receiver, rows) after
+which every surplus is zero, or None where it finds none. Two facts hold for every rule, and keep
+the foreign experts of a rank at or below n:
+
+- a donor gives rows of its own experts only, and
+- a rank receives at most once. After that it is exactly full and never gives again.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+EXACT_CHAIN_RANKS = 8
+
+
+class Transfer(NamedTuple):
+    """``rows`` rows of the donor's own experts move to the receiver."""
+
+    donor: int
+    receiver: int
+    rows: int
+
+
+class Piece(NamedTuple):
+    """``rows`` rows of the donor's home expert number ``expert`` (0..n-1) move to ``rank``."""
+
+    rank: int
+    donor: int
+    expert: int
+    rows: int
+
+
+Loads = Sequence[Sequence[int]]
+Rule = Callable[[Loads, Sequence[int]], list[Transfer] | None]
+
+
+def take(home: list[int], rows: int) -> list[tuple[int, int]]:
+    """Remove ``rows`` rows from ``home`` in place, largest remaining expert first (ties: lowest).
+
+    Returns (expert, rows) for every expert touched. Largest first touches the fewest experts.
+    """
+    taken = []
+    for expert in sorted(range(len(home)), key=lambda e: -home[e]):
+        if rows == 0:
+            break
+        part = min(home[expert], rows)
+        home[expert] -= part
+        rows -= part
+        taken.append((expert, part))
+    return taken
+
+
+def pieces(homes: Loads, transfers: Sequence[Transfer]) -> list[Piece]:
+    """Say which experts the rows of each transfer belong to; transfers are served in order."""
+    left = [list(home) for home in homes]
+    return [
+        Piece(receiver, donor, expert, part)
+        for donor, receiver, rows in transfers
+        for expert, part in take(left[donor], rows)
+    ]
+
+
+def cost(ranks: int, parts: Sequence[Piece], slots: int) -> tuple[int, int, int]:
+    """(waves, D, U): rounds of ``slots`` duplicates, most that a rank sends or receives, all."""
+    sent, received = [0] * ranks, [0] * ranks
+    for part in parts:
+        sent[part.donor] += 1
+        received[part.rank] += 1
+    return -(-max(received) // slots), max(*sent, *received), len(parts)
+
+
+def _fill(surplus: list[int]) -> Transfer:
+    """Let the largest surplus fill the roomiest rank completely, updating ``surplus`` in place.
+
+    The donor may give beyond its surplus; it then becomes a receiver. It has the rows to do so:
+    it holds at least its cap + 1, which no other rank's room exceeds.
+    """
+    donor = max(range(len(surplus)), key=lambda d: surplus[d])
+    receiver = min(range(len(surplus)), key=lambda d: surplus[d])
+    rows = -surplus[receiver]
+    surplus[donor] -= rows
+    surplus[receiver] = 0
+    return Transfer(donor, receiver, rows)
+
+
+def _surplus(homes: Loads, caps: Sequence[int]) -> list[int]:
+    return [sum(home) - cap for home, cap in zip(homes, caps, strict=True)]
+
+
+def pairs(homes: Loads, caps: Sequence[int]) -> list[Transfer]:
+    """Largest surplus gives to the roomiest rank, until every rank is full. Always succeeds."""
+    surplus = _surplus(homes, caps)
+    transfers = []
+    while any(surplus):
+        transfers.append(_fill(surplus))
+    return transfers
+
+
+def chain(homes: Loads, caps: Sequence[int]) -> list[Transfer] | None:
+    """Put the ranks in a row in which each ships only to the next.
+
+    What flows out of a rank must be of its own experts, so the flow into it is at most its cap. Up
+    to ``EXACT_CHAIN_RANKS`` ranks the row is the best of all (fewest experts sent by the busiest
+    rank, then fewest in all); beyond, it is built greedily and may be missed. None where no row is
+    found.
+    """
+    surplus = _surplus(homes, caps)
+    search = _best_row if len(caps) <= EXACT_CHAIN_RANKS else _greedy_row
+    row = search(_Flow(homes, caps, surplus))
+    if row is None:
+        return None
+    flows = list(accumulate(surplus[d] for d in row))
+    return [
+        Transfer(donor, receiver, flow)
+        for donor, receiver, flow in zip(row, row[1:], flows, strict=False)
+        if flow
+    ]
+
+
+def peel(homes: Loads, caps: Sequence[int]) -> list[Transfer]:
+    """Let the largest surplus fill the roomiest ranks until the others form a chain.
+
+    A rank whose surplus exceeds every other cap fits in no chain. Always succeeds: of two ranks
+    left, one gives to the other.
+    """
+    left = [list(home) for home in homes]
+    surplus = _surplus(homes, caps)
+    ranks = list(range(len(caps)))
+    transfers: list[Transfer] = []
+    while any(surplus):
+        rest = None
+        if max(surplus) <= max(caps[d] for d in ranks):
+            rest = chain([left[d] for d in ranks], [caps[d] for d in ranks])
+        if rest is not None:
+            return transfers + [Transfer(ranks[t.donor], ranks[t.receiver], t.rows) for t in rest]
+        step = _fill(surplus)
+        take(left[step.donor], step.rows)
+        ranks.remove(step.receiver)
+        transfers.append(step)
+    return transfers
+
+
+RULES: dict[str, Rule] = {"pairs": pairs, "chain": chain, "peel": peel}
+PLANNERS = ("best", *RULES)
+
+
+def solve(
+    homes: Loads, caps: Sequence[int], *, planner: str, slots: int
+) -> tuple[str, list[Piece]]:
+    """Run ``planner`` and return the name of the rule used with its pieces.
+
+    ``best`` takes the lowest (waves, D, U), ties to the first of ``RULES``. A single rule that
+    finds nothing (only ``chain`` can) gives way to ``pairs``, and the name returned says so.
+    """
+    found = []
+    for name in RULES if planner == "best" else (planner,):
+        transfers = RULES[name](homes, caps)
+        if transfers is not None:
+            found.append((name, pieces(homes, transfers)))
+    if not found:
+        found.append(("pairs", pieces(homes, pairs(homes, caps))))
+    return min(found, key=lambda one: cost(len(caps), one[1], slots))
+
+
+class _Flow:
+    """Which rank may take a flow, and what it costs to pass on the rest."""
+
+    def __init__(self, homes: Loads, caps: Sequence[int], surplus: Sequence[int]):
+        self.caps, self.surplus = caps, surplus
+        # prefix[d][k]: rows of the k largest experts of d, so the least k is a bisection away
+        self.prefix = [list(accumulate(sorted(home, reverse=True), initial=0)) for home in homes]
+
+    def experts(self, rank: int, flow: int) -> int | None:
+        """Least number of own experts that ``rank`` passes on when ``flow`` rows come in."""
+        out = flow + self.surplus[rank]
+        if flow > self.caps[rank] or out < 0:
+            return None
+        return bisect_left(self.prefix[rank], out)
+
+
+def _best_row(flow: _Flow) -> list[int] | None:
+    """The best admissible row by a table over sets: the flow depends only on the set placed."""
+    ranks = len(flow.caps)
+    inflow = [0] * (1 << ranks)
+    for placed in range(1, 1 << ranks):
+        low = placed & -placed
+        inflow[placed] = inflow[placed ^ low] + flow.surplus[low.bit_length() - 1]
+    # steps[s]: the ways into set s, as (rank placed last, experts it passes on)
+    steps: list[list[tuple[int, int]]] = [[] for _ in inflow]
+    for placed in range(1, 1 << ranks):
+        for rank in range(ranks):
+            if placed >> rank & 1:
+                experts = flow.experts(rank, inflow[placed ^ 1 << rank])
+                if experts is not None:
+                    steps[placed].append((rank, experts))
+    busiest = _shortest(steps, max)[-1][0]
+    if busiest is None:
+        return None
+    allowed = [[step for step in into if step[1] <= busiest] for into in steps]
+    fewest = _shortest(allowed, int.__add__)
+    row, placed = [], len(steps) - 1
+    while placed:
+        rank = fewest[placed][1]
+        row.append(rank)
+        placed ^= 1 << rank
+    return row[::-1]
+
+
+def _shortest(
+    steps: list[list[tuple[int, int]]], join: Callable[[int, int], int]
+) -> list[tuple[int | None, int]]:
+    """Least joined cost of every set, with the rank placed last; cost None where unreachable."""
+    best: list[tuple[int | None, int]] = [(0, -1)]
+    for placed in range(1, len(steps)):
+        ways = []
+        for rank, experts in steps[placed]:
+            before = best[placed ^ 1 << rank][0]
+            if before is not None:
+                ways.append((join(before, experts), rank))
+        best.append(min(ways, default=(None, -1)))
+    return best
+
+
+def _greedy_row(flow: _Flow) -> list[int] | None:
+    """Place, one by one, the rank that passes on the fewest experts; never goes back.
+
+    Among equals a rank that absorbs comes before one that adds, then the smaller flow.
+    """
+    left, row, rows = list(range(len(flow.caps))), [], 0
+    while left:
+        ways = []
+        for rank in left:
+            experts = flow.experts(rank, rows)
+            if experts is not None:
+                surplus = flow.surplus[rank]
+                ways.append((experts, surplus > 0, rows + surplus, rank))
+        if not ways:
+            return None
+        *_, rows, rank = min(ways)
+        left.remove(rank)
+        row.append(rank)
+    return row
