@@ -1,0 +1,343 @@
+"""What `moonep` refuses: the one table that the check, its messages and the README all read.
+
+A setting is refused when the configuration is built, never later and never silently. `check` looks
+at Megatron's `TransformerConfig`, at Megatron's arguments where there are any, and at our own
+settings; in the table the latter carry the name of their flag (`moe_moonep_slots`). A field that a
+version of Megatron does not have reads as None and is not refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moonep_megatron.config import MoonEPConfig
+
+BEGIN, END = "<!-- refused:begin -->", "<!-- refused:end -->"
+_OWN = "moe_moonep_"
+
+
+class _Settings:
+    """Every setting by name: TransformerConfig first, then Megatron's arguments, then ours."""
+
+    def __init__(self, transformer_config: object, moonep: MoonEPConfig, arguments: object):
+        self._megatron = (transformer_config, arguments)
+        self._moonep = moonep
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(_OWN):
+            return getattr(self._moonep, name.removeprefix(_OWN))
+        return next((getattr(s, name) for s in self._megatron if hasattr(s, name)), None)
+
+
+Test = Callable[[Any, _Settings], bool]
+
+
+def _is_set(value: Any, _: _Settings) -> bool:
+    return value is not None and value is not False
+
+
+def _above_one(value: Any, _: _Settings) -> bool:
+    return value is not None and value > 1
+
+
+def _other_than(allowed: str) -> Test:
+    return lambda value, _: value is not None and value != allowed
+
+
+def _uneven_experts(value: Any, at: _Settings) -> bool:
+    return value % at.expert_model_parallel_size != 0
+
+
+def _slots_out_of_range(value: Any, at: _Settings) -> bool:
+    homes = at.num_moe_experts // at.expert_model_parallel_size
+    return value is not None and not 1 <= value <= max(homes, 1)
+
+
+def _tokens_twice(value: Any, at: _Settings) -> bool:
+    return not value and (at.tensor_model_parallel_size or 1) > 1
+
+
+def _unknown_activation(value: Any, _: _Settings) -> bool:
+    import torch.nn.functional as F  # noqa: PLC0415
+    from megatron.core.activations import quick_gelu, squared_relu  # noqa: PLC0415
+
+    return value not in (F.silu, F.gelu, F.relu, squared_relu, quick_gelu)
+
+
+def _clamp_ignored_by_fusion(value: Any, at: _Settings) -> bool:
+    fused = at.bias_activation_fusion and at.gated_linear_unit
+    return value is not None and fused and at.activation_func.__name__ == "silu"
+
+
+def _recomputes_activation(value: Any, at: _Settings) -> bool:
+    return at.recompute_granularity == "selective" and "moe_act" in (value or ())
+
+
+def _biased_twice(value: Any, at: _Settings) -> bool:
+    return value is not None and at.moe_moonep_force_maxvio is not None
+
+
+def _ends_before_ours(value: Any, at: _Settings) -> bool:
+    return bool(value) and value * 60 <= at.moe_moonep_timeout
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One refused setting. `refused(value, at)` decides; `at.x` is any other setting, or None."""
+
+    field: str
+    why: str
+    when: str = "set"
+    refused: Test = _is_set
+    remedy: str = "leave it out"
+    flag: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name a user knows it by: a command-line flag, or a field that has none."""
+        return self.flag or "--" + self.field.replace("_", "-")
+
+    def message(self, value: object) -> str:
+        """One sentence with setting, value, reason and remedy."""
+        shown = getattr(value, "__name__", None) or repr(value)
+        setting = self.label if self.field.startswith(_OWN) else f"{self.label} ({self.field})"
+        return f"{setting} = {shown} is not supported: {self.why}; {self.remedy}."
+
+
+def _group(why: str, *fields: str, **same: Any) -> tuple[Refusal, ...]:
+    """Settings refused for one reason, whenever they are set."""
+    return tuple(Refusal(field, why, **same) for field in fields)
+
+
+_WHOLE = "an expert lies whole on its home rank"
+_ORDER = "the gradients of duplicates must be home before an expert's gradient hook fires"
+_MLP = "the expert MLP is computed by moonep_megatron, which does not do this"
+
+REFUSED: tuple[Refusal, ...] = (
+    Refusal(
+        "num_moe_experts",
+        "every rank is home to the same number of experts",
+        when="not divisible by `--expert-model-parallel-size`",
+        refused=_uneven_experts,
+        remedy="choose a multiple of --expert-model-parallel-size",
+        flag="--num-experts",
+    ),
+    Refusal(
+        "moe_moonep_slots",
+        "a rank has use for one duplicate slot at least and one for each home expert at most",
+        when="not in 1 … `--num-experts` ÷ `--expert-model-parallel-size`",
+        refused=_slots_out_of_range,
+        remedy="leave it out, or choose it in 1 … --num-experts ÷ --expert-model-parallel-size",
+    ),
+    Refusal(
+        "expert_tensor_parallel_size",
+        _WHOLE,
+        when="above 1 (by default it is `--tensor-model-parallel-size`)",
+        refused=_above_one,
+        remedy="set --expert-tensor-parallel-size 1",
+    ),
+    Refusal("expert_tensor_parallel_num_weight_shards", _WHOLE, when="above 1", refused=_above_one),
+    Refusal("use_megatron_fsdp", _WHOLE, remedy="use --use-distributed-optimizer in place of FSDP"),
+    Refusal("use_torch_fsdp2", _WHOLE, remedy="use --use-distributed-optimizer in place of FSDP"),
+    Refusal(
+        "use_layer_wise_distributed_optimizer",
+        "it scatters the experts of a layer in memory",
+        when="one that is sharded by layer (muon with `--use-distributed-optimizer`)",
+        remedy="use --optimizer adam",
+        flag="--optimizer",
+    ),
+    Refusal(
+        "sequence_parallel",
+        "tensor-parallel ranks would bring the same tokens twice",
+        when="missing while `--tensor-model-parallel-size` is above 1",
+        refused=_tokens_twice,
+        remedy="set --sequence-parallel",
+    ),
+    *_group(
+        "the number of tokens would vary from one microbatch to the next",
+        "variable_seq_lengths",
+        "hybrid_context_parallel",
+        remedy="pad sequences to --seq-length and leave it out",
+    ),
+    *_group(
+        "every rank computes exactly the routed rows: none may be dropped or added",
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
+        "moe_expert_rank_capacity_factor",
+        "moe_token_dropping",
+        "moe_pad_experts_for_cuda_graph_inference",
+        "moe_router_padding_for_quantization",
+        "moe_router_padding_for_fp8",
+        "moe_paged_stash",
+    ),
+    *_group(
+        "expert weights travel between ranks, in fp16, bf16 or fp32 only",
+        "fp8",
+        "fp4",
+        "quant_recipe",
+        "use_kitchen",
+        remedy="train with --bf16",
+    ),
+    *_group(
+        "rows travel in the dtype of the model",
+        "moe_dispatch_fwd_dtype",
+        "moe_combine_bwd_dtype",
+        when="other than bf16",
+        refused=_other_than("bf16"),
+    ),
+    Refusal(
+        "enable_autocast",
+        "rows and weights must have one dtype",
+        remedy="use --bf16 or --fp16 in place of autocast",
+    ),
+    Refusal(
+        "add_bias_linear",
+        "experts have no bias",
+        when="missing",
+        remedy="set --disable-bias-linear",
+        flag="--disable-bias-linear",
+    ),
+    Refusal(
+        "activation_func",
+        _MLP,
+        when="none of silu, gelu, relu, squared_relu, quick_gelu",
+        refused=_unknown_activation,
+        remedy="use --swiglu, --squared-relu, --quick-geglu or the default gelu",
+    ),
+    Refusal(
+        "activation_func_clamp_value",
+        "Megatron's fused SwiGLU ignores the clamp, moonep_megatron would not",
+        when="set together with `--swiglu` without `--no-bias-swiglu-fusion`",
+        refused=_clamp_ignored_by_fusion,
+        remedy="set --no-bias-swiglu-fusion",
+    ),
+    *_group(
+        _MLP,
+        "moe_mlp_glu_interleave_size",
+        "use_te_activation_func",
+        "activation_func_fp8_input_store",
+        "use_transformer_engine_op_fuser",
+        "batch_invariant_mode",
+        "fine_grained_activation_offloading",
+        "cpu_offloading",
+    ),
+    Refusal(
+        "recompute_modules",
+        _MLP,
+        when="containing `moe_act`",
+        refused=_recomputes_activation,
+        remedy="recompute all of moe, or leave moe_act out",
+    ),
+    Refusal("moe_shared_expert_overlap", "shared experts run before the router"),
+    Refusal(
+        "overlap_moe_expert_parallel_comm",
+        "its schedule frees tensors that the backward pass still needs",
+    ),
+    *_group(_ORDER, "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"),
+    Refusal(
+        "cuda_graph_impl",
+        "the layer asks the host for sizes, which a graph cannot",
+        when="other than none",
+        refused=_other_than("none"),
+    ),
+    Refusal(
+        "transformer_impl",
+        "it brings a dispatcher of its own",
+        when="inference_optimized",
+        refused=lambda value, _: value == "inference_optimized",
+        remedy="use transformer_engine or local",
+    ),
+    Refusal(
+        "moe_router_force_biased",
+        "both bias the router",
+        when="set together with `--moe-moonep-force-maxvio`",
+        refused=_biased_twice,
+        remedy="use one of the two",
+    ),
+    Refusal(
+        "distributed_timeout_minutes",
+        "Megatron would end the run before moonep can name the rank that does not answer",
+        when="not above `--moe-moonep-timeout` (which is in seconds)",
+        refused=_ends_before_ours,
+        remedy="raise it, or lower --moe-moonep-timeout",
+    ),
+)
+
+# Settings about experts that were read and may stay as they are.
+_ALLOWED = {
+    "what a layer is": """moe_token_dispatcher_type num_moe_experts expert_model_parallel_size
+        moe_router_topk moe_ffn_hidden_size moe_layer_freq moe_latent_size moe_grouped_gemm
+        moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias""",
+    "honoured by our expert MLP": """gated_linear_unit glu_linear_offset moe_apply_probs_on_input
+        moe_layer_recompute""",
+    "the same function in another form": """bias_activation_fusion moe_permute_fusion
+        use_fused_weighted_squared_relu""",
+    "outside the dispatcher and the routed experts": """moe_router_load_balancing_type
+        moe_router_topk_limited_devices moe_router_num_groups moe_router_group_topk
+        moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_score_function
+        moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
+        moe_router_quantile_balancing_ema moe_router_force_load_balancing moe_router_fusion
+        moe_enable_routing_replay moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps
+        moe_per_layer_logging moe_grad_scale_func moe_shared_expert_intermediate_size
+        moe_shared_expert_gate moe_shared_expert_glu_interleave_size
+        use_grouped_gemm_for_shared_expert""",
+    "without effect, as under alltoall": """moe_token_drop_policy moe_enable_deepep
+        moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_deepep_num_sms
+        moe_hybridep_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
+        moe_hybridep_num_sms_preprocessing moe_permute_fusion_into_hybridep
+        moe_hybridep_pad_uneven_dispatch_inputs moe_ncclep_static_shape moe_ncclep_zero_copy
+        moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
+        moe_paged_stash_buffer_size_factor_cpu inference_moe_token_dispatcher_type
+        inference_moe_disable_fused_quant_kernels""",
+}
+ALLOWED = frozenset(name for names in _ALLOWED.values() for name in names.split())
+_CONCERNS_EXPERTS = re.compile(r"moe|expert|glu|activation_func")
+
+
+def concerns_experts(field: str) -> bool:
+    """Whether a field of TransformerConfig is one that somebody must have decided on."""
+    return bool(_CONCERNS_EXPERTS.search(field))
+
+
+def _unread(transformer_config: Any) -> Iterable[str]:
+    """Settings of a Megatron newer than this table, if the user changed them."""
+    known = ALLOWED | {row.field for row in REFUSED}
+    if not dataclasses.is_dataclass(transformer_config):
+        return
+    for field in dataclasses.fields(transformer_config):
+        if field.name in known or not concerns_experts(field.name):
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        value = getattr(transformer_config, field.name)
+        if value != default:
+            yield (
+                f"{field.name} = {value!r} is not supported: this version of moonep_megatron was "
+                f"written before Megatron had it; leave it at {default!r}."
+            )
+
+
+def refusals(transformer_config: Any, moonep: MoonEPConfig, arguments: object = None) -> list[str]:
+    """Every reason why `moonep` cannot run this configuration; empty if it can.
+
+    A model without experts has no dispatcher, so nothing is refused for it.
+    """
+    if not getattr(transformer_config, "num_moe_experts", None):
+        return []
+    at = _Settings(transformer_config, moonep, arguments)
+    values = ((row, getattr(at, row.field)) for row in REFUSED)
+    found = [row.message(value) for row, value in values if row.refused(value, at)]
+    return found + list(_unread(transformer_config))
+
+
+def markdown() -> str:
+    """The table for the README, between its markers; `python -m moonep_megatron` prints it."""
+    head = ["| setting | refused when | why | instead |", "| --- | --- | --- | --- |"]
+    rows = [f"| `{r.label}` | {r.when} | {r.why} | {r.remedy} |" for r in REFUSED]
+    return "\n".join([BEGIN, *head, *rows, END])
