@@ -16,8 +16,8 @@ SUPPORTED = ">=0.18,<0.21"
 _FIELD = "moe_token_dispatcher_type"
 _STOCK_LAYER = (
     "--moe-token-dispatcher-type moonep, but the model specification names Megatron's own "
-    "MoELayer, which does not know it. Call moonep_megatron.enable() before the specification is built (or "
-    "start the script with `python -m moonep_megatron.run`), or put "
+    "MoELayer, which does not know it. Call moonep_megatron.enable() before the specification "
+    "is built (or start the script with `python -m moonep_megatron.run`), or put "
     "moonep_megatron.layer.MoonEPMoELayer in your own specification."
 )
 

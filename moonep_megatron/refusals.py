@@ -95,18 +95,20 @@ class Refusal:
     when: str = "set"
     refused: Test = _is_set
     remedy: str = "leave it out"
-    flag: str = ""
+    flag: str | None = ""  # "" is made from the field; None: there is no flag, only the field
 
     @property
     def label(self) -> str:
-        """The name a user knows it by: a command-line flag, or a field that has none."""
+        """The name a user knows it by: its flag, else the field of TransformerConfig."""
+        if self.flag is None:
+            return f"TransformerConfig.{self.field}"
         return self.flag or "--" + self.field.replace("_", "-")
 
     def message(self, value: object) -> str:
         """One sentence with setting, value, reason and remedy."""
         shown = getattr(value, "__name__", None) or repr(value)
-        setting = self.label if self.field.startswith(_OWN) else f"{self.label} ({self.field})"
-        return f"{setting} = {shown} is not supported: {self.why}; {self.remedy}."
+        name = f"{self.label} ({self.field})" if self.flag else self.label
+        return f"{name} = {shown} is not supported: {self.why}; {self.remedy}."
 
 
 def _group(why: str, *fields: str, **same: Any) -> tuple[Refusal, ...]:
@@ -115,6 +117,9 @@ def _group(why: str, *fields: str, **same: Any) -> tuple[Refusal, ...]:
 
 
 _WHOLE = "an expert lies whole on its home rank"
+_ROWS = "every rank computes exactly the routed rows: none may be dropped or added"
+_WEIGHTS = "expert weights travel between ranks, in fp16, bf16 or fp32 only"
+_TOKENS = "the number of tokens would vary from one microbatch to the next"
 _ORDER = "the gradients of duplicates must be home before an expert's gradient hook fires"
 _MLP = "the expert MLP is computed by moonep_megatron, which does not do this"
 
@@ -142,6 +147,7 @@ REFUSED: tuple[Refusal, ...] = (
         remedy="set --expert-tensor-parallel-size 1",
     ),
     Refusal("expert_tensor_parallel_num_weight_shards", _WHOLE, when="above 1", refused=_above_one),
+    Refusal("expert_gtp_weight_remat_size", _WHOLE, when="above 1", refused=_above_one, flag=None),
     Refusal("use_megatron_fsdp", _WHOLE, remedy="use --use-distributed-optimizer in place of FSDP"),
     Refusal("use_torch_fsdp2", _WHOLE, remedy="use --use-distributed-optimizer in place of FSDP"),
     Refusal(
@@ -158,31 +164,23 @@ REFUSED: tuple[Refusal, ...] = (
         refused=_tokens_twice,
         remedy="set --sequence-parallel",
     ),
+    Refusal("variable_seq_lengths", _TOKENS, remedy="pad to one length", flag=None),
+    Refusal("hybrid_context_parallel", _TOKENS, remedy="pad to one length and leave it out"),
     *_group(
-        "the number of tokens would vary from one microbatch to the next",
-        "variable_seq_lengths",
-        "hybrid_context_parallel",
-        remedy="pad sequences to --seq-length and leave it out",
-    ),
-    *_group(
-        "every rank computes exactly the routed rows: none may be dropped or added",
+        _ROWS,
         "moe_expert_capacity_factor",
         "moe_pad_expert_input_to_capacity",
         "moe_expert_rank_capacity_factor",
-        "moe_token_dropping",
         "moe_pad_experts_for_cuda_graph_inference",
         "moe_router_padding_for_quantization",
         "moe_router_padding_for_fp8",
         "moe_paged_stash",
     ),
-    *_group(
-        "expert weights travel between ranks, in fp16, bf16 or fp32 only",
-        "fp8",
-        "fp4",
-        "quant_recipe",
-        "use_kitchen",
-        remedy="train with --bf16",
-    ),
+    Refusal("moe_token_dropping", _ROWS, flag=None),
+    Refusal("fp8", _WEIGHTS, remedy="train with --bf16", flag="--fp8-format"),
+    Refusal("fp4", _WEIGHTS, remedy="train with --bf16", flag="--fp4-format"),
+    Refusal("quant_recipe", _WEIGHTS, flag="--te-precision-config-file"),
+    Refusal("use_kitchen", _WEIGHTS, flag="--kitchen-config-file"),
     *_group(
         "rows travel in the dtype of the model",
         "moe_dispatch_fwd_dtype",
@@ -193,7 +191,8 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         "enable_autocast",
         "rows and weights must have one dtype",
-        remedy="use --bf16 or --fp16 in place of autocast",
+        remedy="use bf16 or fp16 parameters",
+        flag=None,
     ),
     Refusal(
         "add_bias_linear",
@@ -208,6 +207,7 @@ REFUSED: tuple[Refusal, ...] = (
         when="none of silu, gelu, relu, squared_relu, quick_gelu",
         refused=_unknown_activation,
         remedy="use --swiglu, --squared-relu, --quick-geglu or the default gelu",
+        flag=None,
     ),
     Refusal(
         "activation_func_clamp_value",
@@ -220,11 +220,17 @@ REFUSED: tuple[Refusal, ...] = (
         _MLP,
         "moe_mlp_glu_interleave_size",
         "use_te_activation_func",
-        "activation_func_fp8_input_store",
         "use_transformer_engine_op_fuser",
         "batch_invariant_mode",
         "fine_grained_activation_offloading",
-        "cpu_offloading",
+    ),
+    Refusal("activation_func_fp8_input_store", _MLP, flag=None),
+    Refusal("cpu_offloading", _MLP, flag="--cpu-offloading-num-layers"),
+    *_group(
+        "it listens to the linear layers of the experts, which are never called",
+        "save_activations_interval",
+        "save_dgrads_interval",
+        "save_tokens_per_expert_interval",
     ),
     Refusal(
         "recompute_modules",
