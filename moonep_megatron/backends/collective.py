@@ -1,0 +1,333 @@
+"""The portable backend: torch.distributed collectives, gloo on CPUs and NCCL across nodes.
+
+The reference for the symmetric backend. It reads the exchanged counts on the host (plan) and then
+the number of rows that cross between each pair of ranks (split sizes): two host synchronisations a
+layer on GPUs. Rows cross once a token and rank; only real rows travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import override
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from moonep_megatron.backends.base import Backend, Route, first_entry, receive_rows, wave_experts
+from moonep_megatron.plan import Plan, destinations, make_plan, plan_hash
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveRoute(Route):
+    """A `Route` with the split sizes and orders of this rank's collectives.
+
+    Attributes:
+        sent_token_U: int64, the token behind each row this rank sends, by (destination, token).
+        sent_rows, received_rows: rows to and from each rank.
+        received_row_V: int64, the receive row of each arriving row, by (source, token).
+        sent_entry_A: int64, flat (token, k) index of each entry sent, by (destination, token, k).
+        sent_entries, received_entries: entries to and from each rank.
+        received_entry_C: int64, the grouped row of each arriving entry, by (source, token, k).
+        presum_order_C, presum_starts_M: grouped rows by receive row, and where each begins.
+        gather_order_U, gather_starts_s: sent rows by (token, destination), and where each begins.
+    """
+
+    sent_token_U: Tensor
+    sent_rows: list[int]
+    received_rows: list[int]
+    received_row_V: Tensor
+    sent_entry_A: Tensor
+    sent_entries: list[int]
+    received_entries: list[int]
+    received_entry_C: Tensor
+    presum_order_C: Tensor
+    presum_starts_M: Tensor
+    gather_order_U: Tensor
+    gather_starts_s: Tensor
+
+
+class CollectiveBackend(Backend):
+    """Exchange, dispatch, combine, push and pull over ``torch.distributed``.
+
+    Args:
+        group: the expert-parallel group.
+        num_experts: E, divisible by the group's size.
+        slots: B, duplicate slots of a rank, 1..E/R.
+        planner: planning rule, see `moonep_megatron.plan`.
+        max_tokens: S, or None to agree on the most tokens of any rank at the first exchange.
+        check_plan: compare the plan's hash across ranks in every exchange (debugging).
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        num_experts: int,
+        slots: int,
+        planner: str = "best",
+        max_tokens: int | None = None,
+        check_plan: bool = False,
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.num_experts = num_experts
+        self.slots = slots
+        self.planner = planner
+        self.max_tokens = max_tokens
+        self.check_plan = check_plan
+
+    @override
+    def publish_home_order(self, order_n: Tensor) -> Tensor:
+        return self._all_gather(order_n)
+
+    @override
+    def exchange(self, ids_sK: Tensor, excess: Tensor, home_order_Rn: Tensor) -> CollectiveRoute:
+        ids_sK = ids_sK.long()
+        counts_RE = self._exchange_counts(ids_sK, excess)
+        assert self.max_tokens is not None
+        plan = make_plan(
+            counts_RE, planner=self.planner, slots=self.slots, home_order_Rn=home_order_Rn.cpu()
+        )
+        if self.check_plan:
+            self._compare_hashes(plan, ids_sK.device)
+        return self._route(plan, counts_RE, ids_sK)
+
+    @override
+    def dispatch(
+        self, route: Route, x_sH: Tensor, probs_sK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(route, CollectiveRoute)
+        arrived_VH = self._all_to_all(
+            x_sH.index_select(0, route.sent_token_U), route.sent_rows, route.received_rows
+        )
+        receive_MH = x_sH.new_zeros(route.presum_starts_M.numel(), x_sH.shape[1])
+        receive_MH.index_copy_(0, route.received_row_V, arrived_VH)
+        if probs_sK is None:
+            return receive_MH, None
+        arrived_C = self._all_to_all(
+            probs_sK.reshape(-1).index_select(0, route.sent_entry_A),
+            route.sent_entries,
+            route.received_entries,
+        )
+        probs_N = probs_sK.new_zeros(route.source_row_N.numel())
+        return receive_MH, probs_N.index_copy_(0, route.received_entry_C, arrived_C)
+
+    @override
+    def presum(self, route: Route, rows_NH: Tensor) -> Tensor:
+        assert isinstance(route, CollectiveRoute)
+        return _sum_bags(rows_NH, route.presum_order_C, route.presum_starts_M)
+
+    @override
+    def gather(
+        self, route: Route, sums_MH: Tensor, probs_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(route, CollectiveRoute)
+        returned_UH = self._all_to_all(
+            sums_MH.index_select(0, route.received_row_V), route.received_rows, route.sent_rows
+        )
+        x_sH = _sum_bags(returned_UH, route.gather_order_U, route.gather_starts_s)
+        if probs_N is None:
+            return x_sH, None
+        returned_A = self._all_to_all(
+            probs_N.index_select(0, route.received_entry_C),
+            route.received_entries,
+            route.sent_entries,
+        )
+        probs = probs_N.new_zeros(route.tokens * route.topk)
+        probs.index_copy_(0, route.sent_entry_A, returned_A)
+        return x_sH, probs.view(route.tokens, route.topk)
+
+    @override
+    def push_weights(
+        self, route: Route, wave: int, weights_n: Sequence[Tensor], slots_Boi: Tensor
+    ) -> None:
+        home, sent = self._copies_of_home(route.plan, wave)
+        received = self._copies_from(route.plan, wave)
+        # Foreign experts ascend by id, so they arrive by (home rank, slot) in the order of slots.
+        out = slots_Boi[: sum(received)]
+        staged = torch.stack([weights_n[e] for e in home]) if home else slots_Boi[:0]
+        out.copy_(self._all_to_all(staged, sent, received))
+
+    @override
+    def pull_gradients(
+        self, route: Route, wave: int, slot_grads_Boi: Tensor, targets_n: Sequence[Tensor]
+    ) -> None:
+        home, received = self._copies_of_home(route.plan, wave)
+        sent = self._copies_from(route.plan, wave)
+        arrived = self._all_to_all(slot_grads_Boi[: sum(sent)], sent, received)
+        sums: dict[int, Tensor] = {}
+        for expert, gradient in zip(home, arrived, strict=True):
+            sums[expert] = sums[expert] + gradient if expert in sums else gradient
+        for expert, gradient in sums.items():
+            targets_n[expert].add_(gradient)
+
+    def _exchange_counts(self, ids_sK: Tensor, excess: Tensor) -> Tensor:
+        """All ranks' counts [R, E] on the host; raises on every rank when one has bad input."""
+        tokens, topk = ids_sK.shape
+        legal = (ids_sK >= 0) & (ids_sK < self.num_experts)
+        bad = ((ids_sK < -1) | (ids_sK >= self.num_experts)).sum()
+        # Illegal ids count into a spare bin, so that every rank can finish the exchange.
+        flat = torch.where(legal, ids_sK, self.num_experts).reshape(-1)
+        counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=ids_sK.device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat))
+        header = torch.stack([bad, excess.to(bad), bad.new_full((), tokens)])
+        everyone = self._all_gather(torch.cat([counts[:-1], header])).cpu()
+        self._refuse_bad_input(everyone[:, self.num_experts :].tolist(), topk)
+        if self.max_tokens is None:
+            self.max_tokens = int(everyone[:, -1].max())
+        return everyone[:, : self.num_experts].int()
+
+    def _refuse_bad_input(self, headers: list[list[int]], topk: int) -> None:
+        for rank, (bad, excess, tokens) in enumerate(headers):
+            if bad:
+                raise ValueError(
+                    f"expert-parallel rank {rank} routed {bad} choices to expert ids outside "
+                    f"-1..{self.num_experts - 1}; check the router's output"
+                )
+            if excess:
+                raise ValueError(
+                    f"expert-parallel rank {rank} routed {excess} choices more than "
+                    f"--moe-router-topk {topk} allows for their tokens; check the routing map"
+                )
+            if self.max_tokens is not None and tokens > self.max_tokens:
+                raise ValueError(
+                    f"expert-parallel rank {rank} brought {tokens} tokens, more than "
+                    f"--moe-moonep-max-tokens {self.max_tokens}; raise it to the largest "
+                    "sequence length * micro batch size / (TP * CP) of the run"
+                )
+
+    def _compare_hashes(self, plan: Plan, device: torch.device) -> None:
+        mine = torch.tensor([plan_hash(plan)], dtype=torch.int64, device=device)
+        hashes = self._all_gather(mine).flatten().tolist()
+        if len(set(hashes)) > 1:
+            raise RuntimeError(f"expert-parallel ranks derived different plans, hashes {hashes}")
+
+    def _route(self, plan: Plan, counts_RE: Tensor, ids_sK: Tensor) -> CollectiveRoute:
+        """Derive what this rank sends, tell every rank, and lay out what arrives."""
+        (tokens, topk), max_tokens = ids_sK.shape, self.max_tokens
+        assert max_tokens is not None
+        rank_sK, row_sK = (
+            x.to(ids_sK.device).long() for x in destinations(plan, counts_RE, ids_sK, self.rank)
+        )
+        receive_sK = receive_rows(rank_sK, row_sK, self.rank, self.size, max_tokens)
+        k = torch.arange(topk, device=ids_sK.device)
+        # The first entry of a token for a rank carries the token's row.
+        carries_sK = (first_entry(rank_sK) == k) & (rank_sK >= 0)
+        carrier_rank_sK = torch.where(carries_sK, rank_sK, -1)
+        (sent_entries, sent_rows), (received_entries, received_rows) = self._exchange_sizes(
+            rank_sK, carrier_rank_sK
+        )
+        entry_A = _by_rank(rank_sK, sum(sent_entries))
+        token_U = _by_rank(carrier_rank_sK, sum(sent_rows)) // max(topk, 1)
+        table_A3 = torch.stack([row_sK, receive_sK, carries_sK.long()], dim=2).view(-1, 3)[entry_A]
+        row_C, receive_C, carries_C = self._all_to_all(
+            table_A3, sent_entries, received_entries
+        ).unbind(1)
+        source_row_N = torch.zeros(max_tokens * topk, dtype=torch.int32, device=ids_sK.device)
+        carried = torch.sort(carries_C, descending=True, stable=True).indices[: sum(received_rows)]
+        presum_order, presum_starts = _bags(receive_C, min(topk, self.size) * max_tokens)
+        gather_order, gather_starts = _bags(token_U, tokens)
+        return CollectiveRoute(
+            plan=plan,
+            counts_RE=counts_RE,
+            source_row_N=source_row_N.index_copy_(0, row_C, receive_C.int()),
+            starts_G1=plan.group_start_RG1[self.rank].tolist(),
+            tokens=tokens,
+            topk=topk,
+            max_tokens=max_tokens,
+            waves=plan.waves(self.slots),
+            sent_token_U=token_U,
+            sent_rows=sent_rows,
+            received_rows=received_rows,
+            received_row_V=receive_C[carried],
+            sent_entry_A=entry_A,
+            sent_entries=sent_entries,
+            received_entries=received_entries,
+            received_entry_C=row_C,
+            presum_order_C=row_C[presum_order],
+            presum_starts_M=presum_starts,
+            gather_order_U=gather_order,
+            gather_starts_s=gather_starts,
+        )
+
+    def _exchange_sizes(
+        self, rank_sK: Tensor, carrier_rank_sK: Tensor
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Entries and rows that this rank sends to, and receives from, every rank."""
+        ranks = torch.arange(self.size, device=rank_sK.device)
+        sent_R2 = torch.stack(
+            [(x.reshape(-1, 1) == ranks).sum(0) for x in (rank_sK, carrier_rank_sK)], dim=1
+        )
+        received_R2 = self._all_to_all(sent_R2, [1] * self.size, [1] * self.size)
+        sent, received = torch.stack([sent_R2.t(), received_R2.t()]).tolist()
+        return sent, received
+
+    def _copies_of_home(self, plan: Plan, wave: int) -> tuple[list[int], list[int]]:
+        """Local indices of my experts that others hold in this wave, by (rank, slot); counts."""
+        n = self.num_experts // self.size
+        home: list[int] = []
+        counts = []
+        for rank in range(self.size):
+            experts = wave_experts(plan, rank, wave, self.slots).tolist()
+            mine = [e % n for e in experts if e // n == self.rank]
+            home += mine
+            counts.append(len(mine))
+        return home, counts
+
+    def _copies_from(self, plan: Plan, wave: int) -> list[int]:
+        """How many experts of each rank I hold in this wave."""
+        n = self.num_experts // self.size
+        homes = wave_experts(plan, self.rank, wave, self.slots) // n
+        return torch.bincount(homes, minlength=self.size).tolist()
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        """[R, *x.shape], stacked by rank."""
+        if self.size == 1:
+            return x[None]
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous(), group=self.group)
+        return out.view(self.size, *x.shape)
+
+    def _all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Rows of ``x``, ``sent[r]`` to each rank r, exchanged for ``received[r]`` from each."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(sum(received), *x.shape[1:])
+        # As bytes, so that every dtype travels over every transport.
+        width = prod(x.shape[1:]) * x.itemsize
+        source, target = (
+            t.view(-1).view(torch.uint8).view(t.shape[0], width) for t in (x.contiguous(), out)
+        )
+        dist.all_to_all_single(target, source, received, sent, group=self.group)
+        return out
+
+
+def _by_rank(rank_sK: Tensor, count: int) -> Tensor:
+    """Flat (token, k) indices of the entries with a rank, by (rank, token, k).
+
+    Args:
+        count: how many entries have a rank (known on the host).
+    """
+    order = torch.sort(rank_sK.reshape(-1), stable=True).indices
+    return order[order.numel() - count :]
+
+
+def _bags(bag: Tensor, bags: int) -> tuple[Tensor, Tensor]:
+    """Positions by bag, in their own order within one, and where each bag begins."""
+    ordered, order = torch.sort(bag, stable=True)
+    return order, torch.searchsorted(ordered, torch.arange(bags, device=bag.device))
+
+
+def _sum_bags(rows: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+    """Sum ``rows[order]`` between consecutive starts, left to right, in fp32 (fp64 for fp64).
+
+    embedding_bag accumulates wide, rounds once and uses no atomics in forward.
+    """
+    if not (starts.numel() and order.numel()):
+        return rows.new_zeros(starts.numel(), rows.shape[1])
+    return F.embedding_bag(order, rows, starts, mode="sum")

@@ -1,0 +1,215 @@
+"""Megatron's six dispatcher methods over a `Backend`.
+
+Two forms. Under `MoonEPMoELayer` the receive rows go straight into the experts, which read them by
+index and return per-token sums. Alone, ``dispatch_postprocess`` expands them to grouped rows and
+``combine_preprocess`` sums these again.
+
+Letters: s tokens, S the most tokens a rank may bring, K experts a token goes to, E experts,
+R ranks, n = E/R, H row width, N = S*K grouped rows, M = min(K, R)*S receive rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor
+
+from moonep_megatron.backends.base import Backend, Route
+
+
+class MoonEPTokenDispatcher(MoETokenDispatcher):
+    """Dispatches tokens so that every expert-parallel rank computes the same number of rows.
+
+    Args:
+        config: the layer's TransformerConfig.
+        pg_collection: the process groups, as for Megatron's own dispatchers.
+        backend: the transport.
+        home_order_n: int32 [n], global ids of this rank's experts in the order of their row groups.
+    """
+
+    def __init__(
+        self, config: Any, pg_collection: Any, *, backend: Backend, home_order_n: Tensor | None
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.backend = backend
+        self.topk: int = config.moe_router_topk
+        self.home_order_n = home_order_n
+        self.home_order_Rn: Tensor | None = None
+        # State between steps 1 and 2 must be tensors that a captured graph can return.
+        self.cudagraph_attrs = ["ids_sK", "excess"]
+        self.ids_sK: Tensor | None = None
+        self.excess: Tensor | None = None
+        self.hidden_shape: torch.Size | None = None
+        self.route: Route | None = None
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compact the routing map; no communication.
+
+        Args:
+            hidden_states: [..., H].
+            routing_map: bool [s, E].
+            probs: [s, E], any floating dtype.
+
+        Returns:
+            rows [s, H] and the probabilities [s, K] of the chosen experts, 0 for none.
+        """
+        self.hidden_shape = hidden_states.shape
+        self.ids_sK, self.excess = compact(routing_map, self.topk)
+        return hidden_states.reshape(-1, hidden_states.shape[-1]), chosen_probs(probs, self.ids_sK)
+
+    def route_ids(self, hidden_states: Tensor, ids_sK: Tensor) -> Tensor:
+        """Step 1 for a caller that has expert ids: int32 or int64 [s, K], -1 for none.
+
+        Returns:
+            rows [s, H]; pass them to `token_dispatch` with probabilities [s, K].
+        """
+        if ids_sK.dim() != 2 or ids_sK.shape[1] != self.topk or ids_sK.is_floating_point():
+            raise ValueError(
+                f"expert ids must be integers of shape [tokens, {self.topk}] (--moe-router-topk), "
+                f"got {ids_sK.dtype} {list(ids_sK.shape)}"
+            )
+        self.hidden_shape = hidden_states.shape
+        self.ids_sK, self.excess = ids_sK, ids_sK.new_zeros(())
+        return hidden_states.reshape(-1, hidden_states.shape[-1])
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Exchange counts, plan, and send the rows.
+
+        Args:
+            hidden_states: [s, H].
+            probs: [s, K].
+
+        Returns:
+            receive rows [M, H] and probabilities [N].
+        """
+        assert self.ids_sK is not None
+        assert self.excess is not None
+        if self.home_order_Rn is None:
+            self.home_order_Rn = self._publish_home_order(hidden_states.device)
+        self.route = self.backend.exchange(self.ids_sK, self.excess, self.home_order_Rn)
+        return _Dispatch.apply(self.backend, self.route, hidden_states, probs)
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Expand the receive rows (stand-alone form only).
+
+        Returns:
+            grouped rows [N, H] of which the first ``cap`` are real, rows of each of this rank's 2n
+            groups (home, then foreign) int64 [2n], and probabilities [N].
+        """
+        route = self.current_route()
+        starts = torch.tensor(route.starts_G1, device=hidden_states.device)
+        return _Expand.apply(self.backend, route, hidden_states), starts.diff(), probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Sum each token's grouped rows [N, H] on this rank to [M, H] (stand-alone form only)."""
+        return _Presum.apply(self.backend, self.current_route(), hidden_states)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Bring the sums [M, H] home: [s, H]."""
+        return _Gather.apply(self.backend, self.current_route(), hidden_states)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Give [s, H] the shape of the layer's input."""
+        assert self.hidden_shape is not None
+        self.route = None
+        return hidden_states.view(self.hidden_shape)
+
+    def current_route(self) -> Route:
+        """The route of the pass between `token_dispatch` and `combine_postprocess`."""
+        assert self.route is not None, "token_dispatch has not run in this pass"
+        return self.route
+
+    def _publish_home_order(self, device: torch.device) -> Tensor:
+        order_n = self.home_order_n
+        if order_n is None:
+            raise RuntimeError("the layer has not set the order of its home experts")
+        return self.backend.publish_home_order(order_n.to(device))
+
+
+def compact(routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """The chosen experts of every token, ascending, in one pass and without a host sync.
+
+    Args:
+        routing_map: bool [s, E].
+
+    Returns:
+        ids int32 [s, K], -1 for none, and the number of choices beyond K as an int64 scalar.
+    """
+    tokens, experts = routing_map.shape
+    place = routing_map.cumsum(1, dtype=torch.int32) - 1
+    # Entries that are not chosen, or come after the K-th, land in a column that is cut off.
+    place = torch.where(routing_map & (place < topk), place, topk).long()
+    ids = torch.full((tokens, topk + 1), -1, dtype=torch.int32, device=routing_map.device)
+    expert = torch.arange(experts, dtype=torch.int32, device=routing_map.device)
+    ids = ids.scatter(1, place, expert.expand(tokens, -1))[:, :topk].contiguous()
+    return ids, routing_map.sum() - (ids >= 0).sum()
+
+
+def chosen_probs(probs: Tensor, ids_sK: Tensor) -> Tensor:
+    """Probabilities [s, K] of the chosen experts, 0 for none; differentiable in ``probs``."""
+    return torch.where(ids_sK >= 0, probs.gather(1, ids_sK.clamp(min=0).long()), 0)
+
+
+def recomputing() -> bool:
+    """Whether this forward pass runs inside a backward pass, as activation recompute does."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows and probabilities to the ranks that compute them; the adjoint of `_Gather`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, backend: Backend, route: Route, x_sH: Tensor, probs_sK: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.backend, ctx.route = backend, route
+        return backend.dispatch(route, x_sH, probs_sK)
+
+    @staticmethod
+    def backward(ctx: Any, d_receive: Tensor, d_probs: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.backend.gather(ctx.route, d_receive, d_probs)
+
+
+class _Gather(torch.autograd.Function):
+    """Per-rank sums to the owners of the tokens; the adjoint of `_Dispatch`."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: Backend, route: Route, sums_MH: Tensor) -> Tensor:
+        ctx.backend, ctx.route = backend, route
+        return backend.gather(route, sums_MH)[0]
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, ctx.backend.dispatch(ctx.route, d_x)[0]
+
+
+class _Expand(torch.autograd.Function):
+    """Receive rows to grouped rows; the adjoint of `_Presum`."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: Backend, route: Route, receive_MH: Tensor) -> Tensor:
+        ctx.backend, ctx.route = backend, route
+        return receive_MH.index_select(0, route.source_row_N)
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, ctx.backend.presum(ctx.route, d_rows)
+
+
+class _Presum(torch.autograd.Function):
+    """Grouped rows of one token to their sum on this rank; the adjoint of `_Expand`."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: Backend, route: Route, rows_NH: Tensor) -> Tensor:
+        ctx.backend, ctx.route = backend, route
+        return backend.presum(route, rows_NH)
+
+    @staticmethod
+    def backward(ctx: Any, d_sums: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, d_sums.index_select(0, ctx.route.source_row_N)

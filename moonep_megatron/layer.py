@@ -1,0 +1,148 @@
+"""The MoE layer: Megatron's own, with our dispatcher and our expert compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from moonep_megatron import config as moonep_config
+from moonep_megatron import metrics
+from moonep_megatron.backends import log_once, make_backend
+from moonep_megatron.dispatcher import MoonEPTokenDispatcher
+from moonep_megatron.experts import Activation, ExpertCall, run_experts
+from moonep_megatron.forced import forced_gating
+from moonep_megatron.slots import SlotPool, SlotShape, slot_pool
+from moonep_megatron.weights import HomeWeights
+
+
+class MoonEPMoELayer(MoELayer):
+    """A MoELayer whose expert-parallel ranks all compute the same number of rows.
+
+    Parameters, state dict and router are Megatron's. For every dispatcher type but ``moonep`` the
+    constructor gives Megatron's own MoELayer.
+
+    Raises:
+        ValueError, TypeError: when built, for a configuration or an expert module that is not
+            supported; the message names the flag and the remedy.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """The layer that the config's dispatcher type asks for."""
+        config = kwargs.get("config", args[0] if args else None)
+        # copy and pickle call without arguments.
+        if config is None or config.moe_token_dispatcher_type == "moonep":
+            return super().__new__(cls)
+        return MoELayer(*args, **kwargs)
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        # The base class knows no `moonep`, and `alltoall` would create a CUDA stream.
+        with _presented_as(config, "allgather"):
+            super().__init__(config, *args, **kwargs)
+        self.moonep = moonep_config.active()
+        moonep_config.check(config, self.moonep)
+        self.home = HomeWeights(self.experts, self.num_local_experts)
+        self.token_dispatcher = MoonEPTokenDispatcher(
+            config,
+            kwargs.get("pg_collection") or _default_groups(),
+            backend=make_backend(self.moonep, self.ep_group, config.num_moe_experts),
+            home_order_n=None,
+        )
+        self.activation = activation(config)
+        self.probs_on_input: bool = config.moe_apply_probs_on_input
+        self.router_histogram: Tensor | None = None
+        if self.moonep.force_maxvio is not None:
+            self.router.gating = forced_gating(
+                self.router.gating,
+                self.moonep.force_maxvio,
+                config.moe_router_topk,
+                lambda: (self.layer_number or 0) % config.num_moe_experts,
+            )
+
+    def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
+        """Megatron's routing, unchanged; its histogram [E] is kept while metrics are recorded."""
+        routed = super().route(hidden_states, padding_mask)
+        if metrics.recording():
+            self.router_histogram = routed[1].sum(0)
+        return routed
+
+    def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Send rows [s, H] and probabilities [s, K]; receive rows [M, H] and probabilities [N]."""
+        self.home.replay_pre_hooks()
+        first = self.local_expert_indices[0]
+        order = torch.tensor(self.home.order(), dtype=torch.int32) + first
+        self.token_dispatcher.home_order_n = order
+        if self.probs_on_input:  # K = 1, so a row has one probability before it travels
+            hidden_states = (hidden_states * probs).to(hidden_states.dtype)
+            probs = torch.ones_like(probs)
+        return self.token_dispatcher.token_dispatch(hidden_states, probs)
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Receive rows [M, H] and probabilities [N] to per-token sums [M, H]."""
+        dispatcher = self.token_dispatcher
+        call = ExpertCall(
+            backend=dispatcher.backend,
+            route=dispatcher.current_route(),
+            home=self.home,
+            slots=self._slots(hidden_states),
+            activation=self.activation,
+            fused=self.config.gradient_accumulation_fusion,
+        )
+        metrics.observe(self, call)
+        return run_experts(call, hidden_states, probs), None
+
+    def _slots(self, rows: Tensor) -> SlotPool:
+        fc1, fc2 = (p.weights()[0] for p in (self.home.fc1, self.home.fc2))
+        shape = SlotShape(
+            fc1=(fc1.shape[0], fc1.shape[1]),
+            fc2=(fc2.shape[0], fc2.shape[1]),
+            dtype=fc1.dtype,
+            device=rows.device,
+        )
+        count = self.moonep.slots or self.num_local_experts
+        log_once(
+            f"moonep: {count} duplicate slots a rank take {count * shape.nbytes / 2**20:.1f} MiB "
+            "for weights and gradients, shared by all layers; fewer --moe-moonep-slots take less "
+            "memory and more rounds of weight transfers"
+        )
+        return slot_pool(self.ep_group, count, shape)
+
+
+def activation(config: Any) -> Activation:
+    """The activation [rows, F1] -> [rows, F] that the config names, as in Megatron's MLP."""
+    function: Callable[[Tensor], Tensor] = config.activation_func
+    if not config.gated_linear_unit:
+        return function
+    clamp: float | None = config.activation_func_clamp_value
+    offset: float = config.glu_linear_offset
+
+    def gated(pre: Tensor) -> Tensor:
+        gate, linear = pre.chunk(2, dim=-1)
+        if clamp is not None:
+            gate, linear = gate.clamp(max=clamp), linear.clamp(min=-clamp, max=clamp)
+        return function(gate) * (linear + offset)
+
+    return gated
+
+
+@contextmanager
+def _presented_as(config: Any, dispatcher: str) -> Iterator[None]:
+    """Let the shared config show another dispatcher type for a moment."""
+    true_type = config.moe_token_dispatcher_type
+    config.moe_token_dispatcher_type = dispatcher
+    try:
+        yield
+    finally:
+        config.moe_token_dispatcher_type = true_type
+
+
+def _default_groups() -> Any:
+    from megatron.core.transformer.moe.moe_utils import (  # noqa: PLC0415
+        get_default_pg_collection,
+    )
+
+    return get_default_pg_collection()

@@ -1,0 +1,73 @@
+"""The pool of duplicate slots: weights in, gradients out, shared by the layers of one group.
+
+Slots are scratch memory. They are never parameters, buffers or state-dict entries: a slot holds a
+copy only between the push of one wave and its last use in the same pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class SlotShape:
+    """What one slot holds: shapes [out, in] of both projections, weight dtype and device."""
+
+    fc1: tuple[int, int]
+    fc2: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """fp32, or fp64 for an fp64 model."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one slot, weight and gradient."""
+        elements = self.fc1[0] * self.fc1[1] + self.fc2[0] * self.fc2[1]
+        return elements * (self.dtype.itemsize + self.grad_dtype.itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotPool:
+    """B slots: ``fc1`` [B, out1, H] and ``fc2`` [B, H, F], with gradients of the same shapes."""
+
+    count: int
+    fc1: Tensor
+    fc2: Tensor
+    grad1: Tensor
+    grad2: Tensor
+
+
+# Weak in the group, so that a destroyed group does not keep its slots alive.
+_pools: WeakKeyDictionary[ProcessGroup, dict[tuple[int, SlotShape], SlotPool]] = WeakKeyDictionary()
+
+
+def slot_pool(group: ProcessGroup, count: int, shape: SlotShape) -> SlotPool:
+    """The pool of ``count`` slots for this group and shape, made at its first use.
+
+    Layers of one shape share a pool: expert computes of two layers never overlap on one stream.
+    """
+    pools = _pools.setdefault(group, {})
+    key = (count, shape)
+    if key not in pools:
+        pools[key] = SlotPool(
+            count=count,
+            fc1=torch.empty(count, *shape.fc1, dtype=shape.dtype, device=shape.device),
+            fc2=torch.empty(count, *shape.fc2, dtype=shape.dtype, device=shape.device),
+            grad1=torch.empty(count, *shape.fc1, dtype=shape.grad_dtype, device=shape.device),
+            grad2=torch.empty(count, *shape.fc2, dtype=shape.grad_dtype, device=shape.device),
+        )
+    return pools[key]
+
+
+def release_slots() -> None:
+    """Drop all pools, for example between models in one process."""
+    _pools.clear()

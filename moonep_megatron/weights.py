@@ -1,0 +1,312 @@
+"""Finds the home weights inside Megatron's expert modules, as evenly strided runs.
+
+The parameters stay Megatron's own objects. At construction the n weights of a projection are
+pointed into one tensor, last expert first, because DDP lays ``main_grad`` out in reverse even where
+it leaves the weights alone. A *run* is a longest stretch of experts whose weights and
+``main_grad``s are both evenly strided in the same order; one grouped GEMM launch serves a run.
+
+Letters: n home experts, H row width, F expert FFN width, F1 = 2F with a gated activation, else F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Expert linears whose forward we know to be a plain product with `weight`. Anything else (LoRA,
+# quantisers) may add to it, so bypassing it would silently change the model.
+PLAIN_LINEARS = frozenset(
+    {
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "TEColumnParallelLinear",
+        "TERowParallelLinear",
+        "TEColumnParallelGroupedLinear",
+        "TERowParallelGroupedLinear",
+    }
+)
+# The only hook that may sit on an expert module: DDP's parameter all-gather, which we replay.
+DDP_PRE_HOOK = "DistributedDataParallel._make_forward_pre_hook"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """``g`` home experts that are neighbours in memory.
+
+    Attributes:
+        first: position of the first one in the home order.
+        fc1 [g, F1, H], fc2 [g, H, F]: strided views of the weights.
+        grad1, grad2: views of the same shapes of ``main_grad``, or None without one.
+    """
+
+    first: int
+    fc1: Tensor
+    fc2: Tensor
+    grad1: Tensor | None
+    grad2: Tensor | None
+
+    @property
+    def count(self) -> int:
+        """How many experts the run holds."""
+        return self.fc1.shape[0]
+
+
+class Projection:
+    """The n weights of one projection, whichever way Megatron keeps them.
+
+    Args:
+        experts: Megatron's expert module.
+        name: ``linear_fc1`` or ``linear_fc2``.
+        count: n.
+    """
+
+    def __init__(self, experts: nn.Module, name: str, count: int) -> None:
+        self.experts = experts
+        self.name = name
+        self.count = count
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """N parameters [out, in], or a single grouped one [n, out, in].
+
+        Asked of the modules each time: leaving the meta device makes new parameter objects.
+        """
+        return _parameters(self.experts, self.name, self.count)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether all experts share one parameter."""
+        return self.parameters[0].dim() == 3
+
+    def weights(self) -> list[Tensor]:
+        """N tensors [out, in] by local expert index, sharing the parameters' memory."""
+        return self._experts([p.data for p in self.parameters])
+
+    def main_grads(self) -> list[Tensor] | None:
+        """The same of ``main_grad``, or None where the parameters have none."""
+        parameters = self.parameters
+        grads = [getattr(p, "main_grad", None) for p in parameters]
+        present = [g for g in grads if g is not None]
+        if len(present) < len(grads):
+            if present:
+                raise RuntimeError(
+                    f"only some of the experts' {self.name} weights have a main_grad"
+                )
+            return None
+        return self._experts([g.view(p.shape) for g, p in zip(present, parameters, strict=True)])
+
+    def per_parameter(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Turn n gradients [out, in] into one for each parameter."""
+        return [torch.stack(list(gradients))] if self.grouped else list(gradients)
+
+    def point_into_one_tensor(self) -> None:
+        """Move the weights next to each other, last expert first, keeping the parameter objects."""
+        parameters = self.parameters
+        if parameters[0].dim() == 3:
+            return
+        first = parameters[0]
+        big = torch.empty(len(parameters), *first.shape, dtype=first.dtype, device=first.device)
+        for place, parameter in zip(big, reversed(parameters), strict=True):
+            place.copy_(parameter.data)
+            parameter.data = place
+
+    def _experts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors[0].unbind(0)) if tensors[0].dim() == 3 else list(tensors)
+
+
+class HomeWeights:
+    """The expert weights of one MoE layer on this rank.
+
+    Args:
+        experts: Megatron's ``SequentialMLP`` or ``TEGroupedMLP`` (either weight form).
+        count: n.
+
+    Raises:
+        TypeError: for an expert module, or an expert linear, that is not known to be plain.
+    """
+
+    def __init__(self, experts: nn.Module, count: int) -> None:
+        self.experts = experts
+        self.count = count
+        self.fc1 = Projection(experts, "linear_fc1", count)
+        self.fc2 = Projection(experts, "linear_fc2", count)
+        self._order: list[int] | None = None
+        self._seen: tuple[Any, ...] | None = None
+        self._runs: list[Run] = []
+        # Weights on the meta device have no memory yet; the first forward points them.
+        if not any(p.is_meta for p in self.parameters):
+            self.fc1.point_into_one_tensor()
+            self.fc2.point_into_one_tensor()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, FC1 before FC2."""
+        return self.fc1.parameters + self.fc2.parameters
+
+    def order(self) -> list[int]:
+        """Local expert indices in memory order: the order of this rank's home row groups."""
+        self.runs()
+        assert self._order is not None
+        return self._order
+
+    def runs(self) -> list[Run]:
+        """The runs, in home order; together they cover all n experts.
+
+        Pointers are compared at every call, so weights that moved are seen, never read stale.
+
+        Raises:
+            RuntimeError: when the weights lie in memory in a way that gives no runs, or in another
+                order than at the first forward.
+        """
+        seen = self._addresses()
+        if seen != self._seen:
+            self._find_runs()
+            self._seen = self._addresses()
+        return self._runs
+
+    def replay_pre_hooks(self) -> None:
+        """Run DDP's parameter all-gather hooks, which fire on modules that we do not call.
+
+        Raises:
+            TypeError: for any other hook on an expert module, which would be bypassed.
+        """
+        for name, module in self.experts.named_modules():
+            for hook in module._forward_pre_hooks.values():
+                if not getattr(hook, "__qualname__", "").startswith(DDP_PRE_HOOK):
+                    raise _bypassed(name, f"forward pre-hook {hook!r}")
+                hook(module, None)
+            others = (
+                module._forward_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+            )
+            if any(others):
+                raise _bypassed(name, "forward or backward hooks")
+
+    def _addresses(self) -> tuple[Any, ...]:
+        parameters = self.parameters
+        grads = (getattr(p, "main_grad", None) for p in parameters)
+        tensors = (*parameters, *grads)
+        return tuple(None if t is None else (t.data_ptr(), t.dtype, t.device) for t in tensors)
+
+    def _find_runs(self) -> None:
+        for projection in (self.fc1, self.fc2):
+            # A move between construction and wrapping (.cuda(), .bfloat16(), to_empty) scatters
+            # the weights, each into memory of its own; a DDP buffer is shared and stays.
+            if _scattered(projection.parameters):
+                projection.point_into_one_tensor()
+        order = _memory_order(self.fc1.weights())
+        if self._order is not None and order != self._order:
+            raise RuntimeError(
+                f"the memory order of the experts' weights changed from {self._order} to {order} "
+                "since the first forward; wrap the model in DDP before its first forward"
+            )
+        columns = _columns(self.fc1, self.fc2, order)
+        self._runs = [_run(columns, a, b) for a, b in _stretches(columns, self.count)]
+        if len(self._runs) == self.count > 1:
+            raise RuntimeError(
+                "the experts' weights and main_grads are not laid out in the same order, so no "
+                "grouped GEMM can serve them; --use-distributed-optimizer and plain DDP lay them "
+                "out fittingly, a layer-wise optimizer does not"
+            )
+        self._order = order
+
+
+def _parameters(experts: nn.Module, name: str, count: int) -> list[nn.Parameter]:
+    """The parameters of one projection by local expert index."""
+    if hasattr(experts, "local_experts"):
+        linears = [_plain(getattr(e, name), f"{name} of expert {i}") for i, e in _indexed(experts)]
+        return [linear.weight for linear in linears]
+    if hasattr(experts, name):
+        linear = _plain(getattr(experts, name), name)
+        weight = getattr(linear, "weight", None)
+        if isinstance(weight, nn.Parameter):
+            return [weight]
+        return [getattr(linear, f"weight{i}") for i in range(count)]
+    raise TypeError(
+        f"--moe-token-dispatcher-type moonep cannot read the weights of {type(experts).__name__}; "
+        "it supports SequentialMLP and TEGroupedMLP"
+    )
+
+
+def _indexed(experts: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    return enumerate(experts.local_experts)  # type: ignore[arg-type]
+
+
+def _plain(linear: Any, name: str) -> Any:
+    kind = type(linear).__name__
+    if kind not in PLAIN_LINEARS:
+        raise TypeError(
+            f"{name} is a {kind}, whose forward --moe-token-dispatcher-type moonep would bypass; "
+            f"supported are {', '.join(sorted(PLAIN_LINEARS))}. Remove the wrapper, or use "
+            "--moe-token-dispatcher-type alltoall"
+        )
+    return linear
+
+
+def _bypassed(name: str, what: str) -> TypeError:
+    return TypeError(
+        f"expert module '{name}' has {what}, which --moe-token-dispatcher-type moonep would "
+        "bypass; remove it, or use --moe-token-dispatcher-type alltoall"
+    )
+
+
+def _scattered(parameters: list[nn.Parameter]) -> bool:
+    """Whether every weight has memory of its own."""
+    return len(parameters) > 1 and all(
+        p.untyped_storage().nbytes() == p.numel() * p.itemsize for p in parameters
+    )
+
+
+def _memory_order(weights: list[Tensor]) -> list[int]:
+    return sorted(range(len(weights)), key=lambda i: weights[i].data_ptr())
+
+
+def _columns(fc1: Projection, fc2: Projection, order: list[int]) -> list[list[Tensor] | None]:
+    """Weights of FC1 and FC2, then main_grads of FC1 and FC2 (or None), in home order."""
+    columns = (fc1.weights(), fc2.weights(), fc1.main_grads(), fc2.main_grads())
+    return [None if c is None else [c[i] for i in order] for c in columns]
+
+
+def _stretches(columns: list[list[Tensor] | None], count: int) -> Iterator[tuple[int, int]]:
+    """Longest stretches [a, b) in which every column is evenly strided, greedily from the left."""
+    steps = [
+        tuple(None if c is None else _step(c[i], c[i + 1]) for c in columns)
+        for i in range(count - 1)
+    ]
+    starts = [0]
+    for i, step in enumerate(steps):
+        broken = any(s is None for s, c in zip(step, columns, strict=True) if c is not None)
+        if broken or (i > starts[-1] and step != steps[i - 1]):
+            starts.append(i + 1)
+    yield from pairwise([*starts, count])
+
+
+def _step(a: Tensor, b: Tensor) -> int | None:
+    """Elements from ``a`` forward to ``b``, or None when ``b`` is not ahead in the same memory."""
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return None
+    step = int(b.storage_offset() - a.storage_offset())
+    return step if step >= a.numel() else None
+
+
+def _run(columns: list[list[Tensor] | None], a: int, b: int) -> Run:
+    fc1, fc2, grad1, grad2 = (None if c is None else _strided(c[a:b]) for c in columns)
+    assert fc1 is not None
+    assert fc2 is not None
+    return Run(first=a, fc1=fc1, fc2=fc2, grad1=grad1, grad2=grad2)
+
+
+def _strided(tensors: list[Tensor]) -> Tensor:
+    """One [g, out, in] view over evenly strided tensors."""
+    first = tensors[0]
+    step = first.numel() if len(tensors) == 1 else _step(tensors[0], tensors[1])
+    assert step is not None
+    return torch.as_strided(
+        first, (len(tensors), *first.shape), (step, *first.stride()), first.storage_offset()
+    )
