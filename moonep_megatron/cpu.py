@@ -8,11 +8,13 @@ device is. :func:`enable` answers those questions for a process without CUDA; it
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+import torch.utils._device
 
 CPU = torch.device("cpu")
 
@@ -75,17 +77,20 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Schedules, optimizers and gradient clipping write ``device="cuda"``: they get the CPU."""
+# Schedules, optimizers, gradient clipping and causal masks call these with device="cuda".
+_CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like")
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        device = kwargs.get("device")
-        if device is not None and str(device).startswith("cuda"):
-            kwargs = {**kwargs, "device": CPU}
-        return func(*args, **kwargs)
+
+def _cuda_means_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    # A wrapper rather than a TorchFunctionMode, which is off while Tensor.backward() runs,
+    # and so in every recomputed forward pass.
+    @functools.wraps(constructor)
+    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = CPU
+        return constructor(*args, **kwargs)
+
+    return on_cpu
 
 
 def _tensor_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -147,7 +152,7 @@ _enabled = False
 
 
 def enable() -> None:
-    """Install the stand-ins in this process (and thread); a second call does nothing.
+    """Install the stand-ins in this process; a second call does nothing.
 
     Raises:
         RuntimeError: CUDA is available, where the stand-ins would hide the GPUs from Megatron.
@@ -162,12 +167,14 @@ def enable() -> None:
         )
     _replace_torch_names()
     _replace_megatron_names()
-    # Entered for good: the mode serves every later call of this thread.
-    _CudaMeansCpu().__enter__()
     _enabled = True
 
 
 def _replace_torch_names() -> None:
+    # `with torch.device(...)` keeps a set of the constructors: let it see the real ones.
+    torch.utils._device._device_constructors()
+    for name in _CONSTRUCTORS:
+        setattr(torch, name, _cuda_means_cpu(getattr(torch, name)))
     for owner, name, stand_in in (
         (torch.cuda, "Stream", _Stream),
         (torch.cuda, "Event", _Event),
