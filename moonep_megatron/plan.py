@@ -19,7 +19,7 @@ __all__ = ["PLANNERS", "Plan", "destinations", "make_plan", "plan_hash"]
 INT32_MAX = 2**31 - 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """What every rank computes. All tensors are int32, on the device of the counts.
 
@@ -89,17 +89,19 @@ def make_plan(
     Raises:
         ValueError: an argument is out of its range; the message names it and its value.
     """
+    device = counts_RE.device
+    counts_RE = counts_RE.cpu()
     ranks, homes = _check_counts(counts_RE)
     slots = homes if slots is None else slots
     _check_slots(slots, homes)
     if planner not in PLANNERS:
         raise ValueError(f"planner {planner!r} is unknown: use one of {', '.join(PLANNERS)}")
-    device = counts_RE.device
     if home_order_Rn is None:
-        home_order_Rn = torch.arange(ranks * homes, device=device).view(ranks, homes).flip(1)
+        home_order_Rn = torch.arange(ranks * homes).view(ranks, homes).flip(1)
+    home_order_Rn = home_order_Rn.cpu()
     _check_home_order(home_order_Rn, ranks, homes)
 
-    total_Rn = counts_RE.sum(0, dtype=torch.int64).view(ranks, homes).cpu()
+    total_Rn = counts_RE.sum(0, dtype=torch.int64).view(ranks, homes)
     share, extra = divmod(int(total_Rn.sum()), ranks)
     caps = [share + (d < extra) for d in range(ranks)]
     if caps[0] > INT32_MAX:
@@ -107,7 +109,7 @@ def make_plan(
     rule, parts = solve(total_Rn.tolist(), caps, planner=planner, slots=slots)
 
     rows_RE, foreign_Rn = _lay_out(total_Rn, parts)
-    group_RG = torch.cat([home_order_Rn.to("cpu", torch.int64), foreign_Rn], 1)
+    group_RG = torch.cat([home_order_Rn.long(), foreign_Rn], 1)
     group_rows_RG = rows_RE.gather(1, group_RG.clamp(min=0)).masked_fill(group_RG < 0, 0)
     start_RG1 = torch.nn.functional.pad(group_rows_RG.cumsum(1), (1, 0))
     return Plan(
@@ -144,32 +146,33 @@ def destinations(plan: Plan, counts_RE: Tensor, ids_SK: Tensor, rank: int) -> tu
     rows_RE, counts_RE = plan.rows_RE.long(), counts_RE.long()
     local_RE = torch.minimum(counts_RE, rows_RE)
 
-    # Entries in (expert, token, k) order; an entry's place is among its own rank's of that expert.
+    # Entries in (expert, token, k) order, those without an expert first; an entry's place is among
+    # its own rank's of that expert. Shapes never depend on the ids, so nothing here waits for them.
     flat_N = ids_SK.reshape(-1)
-    entry_N = flat_N.argsort(stable=True)[(flat_N < 0).sum() :]
-    expert_N = flat_N[entry_N].long()
-    first_E = counts_RE[rank].cumsum(0) - counts_RE[rank]
-    place_N = torch.arange(len(entry_N), device=flat_N.device) - first_E[expert_N]
+    sorted_N, entry_N = flat_N.sort(stable=True)
+    expert_N = sorted_N.clamp(min=0).long()
+    first_E = counts_RE[rank].cumsum(0) - counts_RE[rank] + (flat_N < 0).sum()
+    place_N = torch.arange(len(flat_N), device=flat_N.device) - first_E[expert_N]
 
     # Number the free rows in (expert, rank) order and the leftover entries of all ranks in (expert,
     # source rank, token, k) order: equal numbers meet.
-    free_end_ER = (rows_RE - local_RE).T.reshape(-1).cumsum(0)
-    left_ER = (counts_RE - local_RE).T
-    left_before_ER = (left_ER.reshape(-1).cumsum(0) - left_ER.reshape(-1)).view_as(left_ER)
+    free_ER, left_ER = (rows_RE - local_RE).T, (counts_RE - local_RE).T
+    free_end_N = free_ER.reshape(-1).cumsum(0)
+    free_start_ER = free_end_N.view_as(free_ER) - free_ER
+    left_start_ER = left_ER.reshape(-1).cumsum(0).view_as(left_ER) - left_ER
     beyond_N = place_N - local_RE[rank, expert_N]
-    number_N = beyond_N + left_before_ER[expert_N, rank]
-    free_N = torch.searchsorted(free_end_ER, number_N, right=True)
+    number_N = beyond_N + left_start_ER[expert_N, rank]
     stays_N = beyond_N < 0
-    to_N = torch.where(stays_N, rank, free_N % ranks)
-
-    free_start_ER = free_end_ER.view_as(left_ER) - (rows_RE - local_RE).T
+    to_N = torch.searchsorted(free_end_N, number_N, right=True) % ranks
+    to_N = torch.where(stays_N, rank, to_N)
     offset_N = number_N - free_start_ER[expert_N, to_N] + local_RE[to_N, expert_N]
     row_N = _group_start(plan)[to_N, expert_N] + torch.where(stays_N, place_N, offset_N)
 
-    rank_SK = torch.full_like(flat_N, -1, dtype=torch.int32)
-    row_SK = torch.full_like(rank_SK, -1)
-    rank_SK[entry_N], row_SK[entry_N] = to_N.int(), row_N.int()
-    return rank_SK.view(ids_SK.shape), row_SK.view(ids_SK.shape)
+    def in_order_SK(value_N: Tensor) -> Tensor:
+        value_N = value_N.int().masked_fill(sorted_N < 0, -1)
+        return torch.empty_like(value_N).index_copy_(0, entry_N, value_N).view(ids_SK.shape)
+
+    return in_order_SK(to_N), in_order_SK(row_N)
 
 
 def plan_hash(plan: Plan) -> int:
@@ -229,9 +232,9 @@ def _check_counts(counts_RE: Tensor) -> tuple[int, int]:
             f"counts_RE has {experts} experts on {ranks} ranks: "
             "the number of experts must be a multiple of the number of ranks"
         )
-    least = int(counts_RE.min())
-    if least < 0:
-        raise ValueError(f"counts_RE holds {least}: counts are never negative")
+    least, most = int(counts_RE.min()), int(counts_RE.max())
+    if least < 0 or most > INT32_MAX:
+        raise ValueError(f"counts_RE holds {least}..{most}: counts are 0..{INT32_MAX}")
     return ranks, experts // ranks
 
 
@@ -241,7 +244,7 @@ def _check_slots(slots: int, homes: int) -> None:
 
 
 def _check_home_order(home_order_Rn: Tensor, ranks: int, homes: int) -> None:
-    expected_Rn = torch.arange(ranks * homes, device=home_order_Rn.device).view(ranks, homes)
+    expected_Rn = torch.arange(ranks * homes).view(ranks, homes)
     if list(home_order_Rn.shape) != [ranks, homes]:
         raise ValueError(
             f"home_order_Rn has shape {list(home_order_Rn.shape)}: give {[ranks, homes]}"
@@ -264,11 +267,17 @@ def _check_ids(ids_SK: Tensor, counts_RE: Tensor, shape: tuple[int, int], rank: 
             f"ids_SK has shape {list(ids_SK.shape)} and dtype {ids_SK.dtype}: "
             "give [tokens, experts per token] as int32 or int64"
         )
-    if ids_SK.numel() and not -1 <= int(ids_SK.min()) <= int(ids_SK.max()) < experts:
+    valid_SK = (ids_SK >= -1) & (ids_SK < experts)
+    # +1 makes room for -1 (and ids that are refused below) in front of the experts
+    column_N = (ids_SK.reshape(-1).long() + 1) * valid_SK.reshape(-1)
+    own_E1 = torch.zeros(experts + 1, dtype=torch.int64, device=ids_SK.device)
+    own_E1.scatter_add_(0, column_N, torch.ones_like(column_N))
+    # one wait for the device, and a closer look only where something is wrong
+    if valid_SK.all() & (own_E1[1:] == counts_RE[rank]).all():
+        return
+    if not valid_SK.all():
         raise ValueError(
             f"ids_SK holds {int(ids_SK.min())}..{int(ids_SK.max())}: "
             f"ids are 0..{experts - 1}, or -1 for none"
         )
-    own_E = torch.bincount(ids_SK.reshape(-1).long() + 1, minlength=experts + 1)[1:]
-    if not torch.equal(own_E, counts_RE[rank].long()):
-        raise ValueError(f"ids_SK of rank {rank} do not have the counts in counts_RE[{rank}]")
+    raise ValueError(f"ids_SK of rank {rank} do not have the counts in counts_RE[{rank}]")

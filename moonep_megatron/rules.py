@@ -232,7 +232,8 @@ def _shortest(
 def _greedy_row(flow: _Flow) -> list[int] | None:
     """Place, one by one, the rank that passes on the fewest experts; never goes back.
 
-    Among equals a rank that absorbs comes before one that adds, then the smaller flow.
+    Among equals a rank that absorbs comes first, the one that leaves the least flow; else the
+    hottest that fits is added, for it fits only while the flow is small.
     """
     left, row, rows = list(range(len(flow.caps))), [], 0
     while left:
@@ -241,10 +242,12 @@ def _greedy_row(flow: _Flow) -> list[int] | None:
             experts = flow.experts(rank, rows)
             if experts is not None:
                 surplus = flow.surplus[rank]
-                ways.append((experts, surplus > 0, rows + surplus, rank))
+                preference = -surplus if surplus > 0 else rows + surplus
+                ways.append((experts, surplus > 0, preference, rank))
         if not ways:
             return None
-        *_, rows, rank = min(ways)
+        rank = min(ways)[-1]
+        rows += flow.surplus[rank]
         left.remove(rank)
         row.append(rank)
     return row
