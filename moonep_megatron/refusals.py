@@ -276,7 +276,7 @@ REFUSED: tuple[Refusal, ...] = (
 
 # Settings about experts that were read and may stay as they are.
 _ALLOWED = {
-    "what a layer is": """moe_token_dispatcher_type num_moe_experts expert_model_parallel_size
+    "what a layer is": """moe_token_dispatcher_type expert_model_parallel_size
         moe_router_topk moe_ffn_hidden_size moe_layer_freq moe_latent_size moe_grouped_gemm
         moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias""",
     "honoured by our expert MLP": """gated_linear_unit glu_linear_offset moe_apply_probs_on_input
