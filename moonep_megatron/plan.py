@@ -157,13 +157,13 @@ def destinations(plan: Plan, counts_RE: Tensor, ids_SK: Tensor, rank: int) -> tu
     # Number the free rows in (expert, rank) order and the leftover entries of all ranks in (expert,
     # source rank, token, k) order: equal numbers meet.
     free_ER, left_ER = (rows_RE - local_RE).T, (counts_RE - local_RE).T
-    free_end_N = free_ER.reshape(-1).cumsum(0)
-    free_start_ER = free_end_N.view_as(free_ER) - free_ER
+    free_end_ER = free_ER.reshape(-1).cumsum(0).view_as(free_ER)
+    free_start_ER = free_end_ER - free_ER
     left_start_ER = left_ER.reshape(-1).cumsum(0).view_as(left_ER) - left_ER
     beyond_N = place_N - local_RE[rank, expert_N]
     number_N = beyond_N + left_start_ER[expert_N, rank]
     stays_N = beyond_N < 0
-    to_N = torch.searchsorted(free_end_N, number_N, right=True) % ranks
+    to_N = torch.searchsorted(free_end_ER.view(-1), number_N, right=True) % ranks
     to_N = torch.where(stays_N, rank, to_N)
     offset_N = number_N - free_start_ER[expert_N, to_N] + local_RE[to_N, expert_N]
     row_N = _group_start(plan)[to_N, expert_N] + torch.where(stays_N, place_N, offset_N)
