@@ -1,0 +1,171 @@
+"""Run a function on R gloo ranks, each in a process of its own, and bring the results back.
+
+Torch and Megatron take seconds to import, so they are imported once, in a fork server, and every
+rank of every call is a fresh fork of it: cheap, and nothing leaks from one call into the next.
+A rank that raises, dies or answers too late ends the call for all ranks; no process outlives it.
+"""
+
+import ctypes
+import logging
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+PRELOAD = [
+    "torch",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.dist_checkpointing",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of Megatron's parallel groups; data parallelism takes what is left of the ranks."""
+
+    ep: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    expert_tp: int | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank raised: the name of the exception's class, its message, the whole traceback."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+class RankError(AssertionError):
+    """A rank failed, died or did not answer in time; the message names it."""
+
+
+def run_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    layout: Layout | None = None,
+    timeout: float = 60.0,
+    failures: bool = False,
+) -> list[Any]:
+    """Call ``function(*args)`` on ``world`` ranks and return the results in rank order.
+
+    ``function`` must be importable by name; its result must be picklable. With ``layout`` (default
+    ``Layout(ep=world)``) Megatron's groups exist during the call. With ``failures`` an exception
+    of a rank comes back as a ``Failure`` in its place instead of ending the call. Raises
+    ``RankError`` for the first rank that failed, died without an answer, or exceeded ``timeout``.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            job = (rank, world, layout or Layout(ep=world), folder, timeout, function, args)
+            process = context.Process(target=_rank_main, args=(theirs, *job), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, timeout, failures)
+        finally:
+            _end(processes, pipes)
+
+
+def _collect(pipes: list[Connection], timeout: float, failures: bool) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    results: list[Any] = [None] * len(pipes)
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankError(f"ranks {sorted(waiting.values())} gave no answer in {timeout:.0f} s")
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                results[rank] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                raise RankError(f"rank {rank} died without an answer") from None
+            if isinstance(results[rank], Failure) and not failures:
+                raise RankError(f"rank {rank} raised\n{results[rank].trace}")
+    return results
+
+
+def _end(processes: list[Any], pipes: list[Connection]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+        process.close()
+    for pipe in pipes:
+        pipe.close()
+
+
+def _rank_main(
+    pipe: Connection,
+    rank: int,
+    world: int,
+    layout: Layout,
+    folder: str,
+    timeout: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    # The rank dies with the fork server, which dies with the test session: nothing is left behind.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    try:
+        _start(rank, world, layout, folder, timeout)
+        answer = function(*args)
+    except BaseException as error:
+        answer = Failure(type(error).__name__, str(error), traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))
+    if isinstance(answer, Failure):
+        # Leave at once, as a crashed rank does: the peers see its connections close.
+        os._exit(1)
+    # Stay until the session ends this process: peers may still be reading what this rank sent.
+    pipe.poll(None)
+
+
+def _start(rank: int, world: int, layout: Layout, folder: str, timeout: float) -> None:
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from moonep_megatron import cpu
+
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    # Megatron compiles its activations, which takes far longer than the small tensors of tests.
+    torch._dynamo.config.disable = True
+    cpu.enable()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(1234)
