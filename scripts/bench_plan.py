@@ -3,9 +3,10 @@
     python scripts/bench_plan.py [--data DIR] [--json FILE]
 
 Time is that of ``make_plan`` from the counts to the finished plan, and of ``destinations`` for one
-rank's entries, both in CPU time, so that a busy machine does not count. Quality is D, the most experts that a rank sends or receives, summed over the layers
-of every file in DIR, against a lower bound that holds for any plan with exact balance. DIR holds
-``*_topk.npy``, ids [layer, token, k], and ``*.json`` with ``logical_count`` [layer][expert].
+rank's entries; it is CPU time, so that a busy machine does not count. Quality is D, the most
+experts that a rank sends or receives, summed over the layers of every file in DIR, against a lower
+bound that holds for any plan with exact balance. DIR holds ``*_topk.npy``, ids [layer, token, k],
+and ``*.json`` with ``logical_count`` [layer][expert].
 """
 
 import argparse
