@@ -116,6 +116,12 @@ def test_every_field_is_a_flag():
     assert moonep.from_arguments(parsed(*words)) == every
 
 
+def test_help_explains_every_flag():
+    text = moonep.add_arguments(argparse.ArgumentParser()).format_help()
+    for field in dataclasses.fields(MoonEPConfig):
+        assert f"--moe-moonep-{field.name.replace('_', '-')}" in text
+
+
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
