@@ -50,6 +50,15 @@ def compare(case: Case, answers: dict[str, list[SimpleNamespace]]) -> None:
         check_rows(case, answers["moonep"])
 
 
+def assert_same_bits(one: list[SimpleNamespace], other: list[SimpleNamespace]) -> None:
+    """Two answers of ``run_case``, each a list, agree in every bit."""
+    for a, b in zip(one, other, strict=True):
+        for name in ("output", "grad_tokens", "grad_probs"):
+            assert all(map(torch.equal, getattr(a, name), getattr(b, name))), name
+        for name in ("grad_fc1", "grad_fc2"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
 def _dense(case: Case, microbatch: int) -> Dense:
     whole = all_ranks(case, microbatch)
     return dense_moe(

@@ -201,6 +201,7 @@ def run_layer(layer: nn.Module, model: nn.Module, case: Case, dispatcher: str) -
             outputs[m].backward(part.grad_sH[:, None])
     if model is not layer:
         model.finish_grad_sync()
+        assert all(parameter.grad is None for parameter in layer.parameters()), "a hook did not run"
     fc1, fc2 = expert_parameters(layer)
     return SimpleNamespace(
         output=[output.detach()[:, 0] for output in outputs],

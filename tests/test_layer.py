@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case
-from compare import check
+from compare import assert_same_bits, check
 from moe import build, run_case, run_layer
 from ranks import run_ranks
 from reference import Expert
@@ -256,14 +256,6 @@ def test_bitwise_twice() -> None:
 
 def _moonep_results(cases: list[Case]) -> list[SimpleNamespace]:
     return [run_case(case, "moonep") for case in cases]
-
-
-def assert_same_bits(one: list[SimpleNamespace], other: list[SimpleNamespace]) -> None:
-    for a, b in zip(one, other, strict=True):
-        for name in ("output", "grad_tokens", "grad_probs"):
-            assert all(map(torch.equal, getattr(a, name), getattr(b, name))), name
-        for name in ("grad_fc1", "grad_fc2"):
-            assert torch.equal(getattr(a, name), getattr(b, name)), name
 
 
 def test_non_contiguous_hidden_states() -> None:
