@@ -50,7 +50,7 @@ class MoonEPMoELayer(MoELayer):
             config,
             kwargs.get("pg_collection") or _default_groups(),
             backend=make_backend(self.moonep, self.ep_group, config.num_moe_experts),
-            home_order_n=None,
+            check_plan=self.moonep.check_plan,
         )
         self.activation = activation(config)
         self.probs_on_input: bool = config.moe_apply_probs_on_input

@@ -131,10 +131,12 @@ def _track(layer: Any, call: ExpertCall) -> None:
     values["moonep_busiest"] = torch.as_tensor(plan.busiest)
     values["moonep_pushed_mb"] = torch.as_tensor(bytes_pushed) / 1e6
     device = call.route.source_row_N.device
+    # As Megatron counts: multi-token prediction layers come behind the model's.
+    layer_number = layer.layer_number + (config.num_layers if layer.is_mtp_layer else 0)
     for name in TRACKED:
         get_moe_metrics_tracker().record(
             name,
             values[name].float().to(device),
-            layer.layer_number,
+            layer_number,
             config.num_layers + (config.mtp_num_layers or 0),
         )

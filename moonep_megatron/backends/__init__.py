@@ -28,6 +28,13 @@ def make_backend(config: MoonEPConfig, group: dist.ProcessGroup, num_experts: in
             "--moe-moonep-backend symmetric is not available in this version; "
             "use --moe-moonep-backend collective"
         )
+    if config.redispatch:
+        raise ValueError(
+            "--moe-moonep-redispatch needs the symmetric backend, which this version does not "
+            "have; leave it out"
+        )
+    if config.num_sms is not None:
+        log_once("--moe-moonep-num-sms has no effect on the collective backend")
     if config.backend == "auto":
         log_once("--moe-moonep-backend auto: collective, the only one in this version")
     return CollectiveBackend(
