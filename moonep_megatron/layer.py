@@ -104,10 +104,15 @@ class MoonEPMoELayer(MoELayer):
             device=rows.device,
         )
         count = self.moonep.slots or self.num_local_experts
+        route = self.token_dispatcher.current_route()
+        receive_rows = min(route.topk, self.token_dispatcher.ep_size) * route.max_tokens
         log_once(
-            f"moonep: {count} duplicate slots a rank take {count * shape.nbytes / 2**20:.1f} MiB "
-            "for weights and gradients, shared by all layers; fewer --moe-moonep-slots take less "
-            "memory and more rounds of weight transfers"
+            f"moonep: {count} duplicate slots a rank take "
+            f"{count * shape.weight_bytes / 2**20:.1f} MiB for weights and "
+            f"{count * shape.grad_bytes / 2**20:.1f} MiB for gradients, shared by all layers; "
+            f"a layer keeps {receive_rows} receive rows of {rows.shape[1]} for backward, "
+            f"{receive_rows * rows.shape[1] * rows.itemsize / 2**20:.1f} MiB. Fewer "
+            "--moe-moonep-slots take less memory and more rounds of weight transfers"
         )
         return slot_pool(self.ep_group, count, shape)
 

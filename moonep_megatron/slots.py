@@ -29,10 +29,18 @@ class SlotShape:
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of one slot, weight and gradient."""
-        elements = self.fc1[0] * self.fc1[1] + self.fc2[0] * self.fc2[1]
-        return elements * (self.dtype.itemsize + self.grad_dtype.itemsize)
+    def weight_bytes(self) -> int:
+        """Bytes of the weights of one slot."""
+        return self._elements * self.dtype.itemsize
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of the gradients of one slot."""
+        return self._elements * self.grad_dtype.itemsize
+
+    @property
+    def _elements(self) -> int:
+        return self.fc1[0] * self.fc1[1] + self.fc2[0] * self.fc2[1]
 
 
 @dataclass(frozen=True, kw_only=True)
