@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -75,7 +76,7 @@ def run_ranks(
         for rank in range(world):
             ours, theirs = context.Pipe()
             job = (rank, world, layout or Layout(ep=world), folder, timeout, function, args)
-            process = context.Process(target=_rank_main, args=(theirs, *job), daemon=True)
+            process = context.Process(target=_rank_main, args=(theirs, *job))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -107,6 +108,9 @@ def _collect(pipes: list[Connection], timeout: float, failures: bool) -> list[An
 
 def _end(processes: list[Any], pipes: list[Connection]) -> None:
     for process in processes:
+        # A rank leads a process group, so that helpers which it started go with it.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
     for process in processes:
         process.join()
@@ -127,6 +131,7 @@ def _rank_main(
 ) -> None:
     # The rank dies with the fork server, which dies with the test session: nothing is left behind.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    os.setsid()
     try:
         _start(rank, world, layout, folder, timeout)
         answer = function(*args)
