@@ -1,0 +1,237 @@
+"""The argument files: Megatron accepts each with `moonep`, and each is the model that it names.
+
+Megatron's own parser, validation and configuration run on every file, as its training scripts run
+them. Two things of a GPU machine are stood in for: the device's capability, which validation
+reads, and Transformer Engine's fused rotary embedding, whose presence it asks for.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from ranks import run_ranks
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+FILES = sorted(CONFIGS.glob("*.yaml"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """Parameters in units of 1e9, and the accuracy to which the active ones are published."""
+
+    total: float
+    active: float
+    active_within: float
+    counts_embedding: bool = True  # among the active ones
+    mtp: float = 0.0
+
+
+# Mixtral: the announcements of both models. Qwen3: the model cards of both. DeepSeek-V3: the
+# description of the weight files beside its model card (of its versions, the one that counts the
+# output layer and not the input embedding as active).
+PUBLISHED = {
+    "mixtral_8x7b": Published(46.7, 12.9, 0.01 * 12.9),
+    "mixtral_8x22b": Published(141.0, 39.0, 0.01 * 39.0),
+    "qwen3_30b_a3b": Published(30.5, 3.3, 0.1),  # published to one digit
+    "qwen3_235b_a22b": Published(235.0, 22.0, 0.01 * 22.0),
+    "deepseek_v3": Published(671.0, 36.6, 0.01 * 36.6, counts_embedding=False, mtp=11.5),
+}
+
+
+def read(stems):
+    """Run Megatron over the files (in a process of its own): per stem, settings or an error."""
+    results = {}
+    for stem in stems:
+        try:
+            results[stem] = settings(*megatron(CONFIGS / f"{stem}.yaml"))
+        except BaseException as error:
+            results[stem] = f"{type(error).__name__}: {error}"
+    return results
+
+
+def megatron(path):
+    """Megatron's validated arguments and its configuration for one file."""
+    import moonep_megatron
+    from moonep_megatron.config import load_arguments
+
+    moonep_megatron.enable()
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.training import arguments
+
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0)
+    rope_utils.fused_apply_rotary_pos_emb = rope_utils.fused_apply_rotary_pos_emb_thd = object()
+    sys.argv = ["script", *load_arguments(path)]
+    args = arguments.parse_args()
+    args.world_size = args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    arguments.validate_args(args)
+    return args, arguments.core_transformer_config_from_args(args)
+
+
+def settings(args, config):
+    """A configuration as a plain dict of numbers, strings and lists."""
+    from moonep_megatron.config import from_arguments
+
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    values |= {"vocab_size": args.vocab_size, "tied": not args.untie_embeddings_and_output_weights}
+    values["max_tokens"] = from_arguments(args).max_tokens
+    plain = (int, float, str, bool, list, type(None))
+    return {k: v for k, v in values.items() if isinstance(v, plain)}
+
+
+@pytest.fixture(scope="module")
+def accepted():
+    (results,) = run_ranks(1, read, [file.stem for file in FILES], timeout=240)
+    return results
+
+
+def layer_parameters(c):
+    """Parameters of one layer: attention with norms, a dense MLP, one expert, router, shared."""
+    h, heads = c["hidden_size"], c["num_attention_heads"]
+    if c["multi_latent_attention"]:
+        q, kv = c["q_lora_rank"], c["kv_lora_rank"]
+        nope, rope, v = c["qk_head_dim"], c["qk_pos_emb_head_dim"], c["v_head_dim"]
+        query = h * q + q + q * heads * (nope + rope)
+        key_value = h * (kv + rope) + kv + kv * heads * (nope + v)
+        attention = query + key_value + heads * v * h
+    else:
+        d = c["kv_channels"]
+        attention = h * d * (heads + 2 * c["num_query_groups"]) + heads * d * h
+        attention += 2 * d if c["qk_layernorm"] else 0
+    matrices = 3 if c["gated_linear_unit"] else 2
+    return SimpleNamespace(
+        attention=attention + 2 * h,
+        dense=matrices * h * c["ffn_hidden_size"],
+        expert=matrices * h * c["moe_ffn_hidden_size"],
+        shared=matrices * h * (c["moe_shared_expert_intermediate_size"] or 0),
+        router=h * c["num_moe_experts"],
+    )
+
+
+def parameters(c):
+    """All parameters of the main model, those active for a token, and those of one MTP layer."""
+    one = layer_parameters(c)
+    freq = c["moe_layer_freq"]
+    sparse = sum(freq) if isinstance(freq, list) else c["num_layers"] // freq
+    dense = c["num_layers"] - sparse
+    h = c["hidden_size"]
+    embeddings = c["vocab_size"] * h * (1 if c["tied"] else 2)
+    fixed = embeddings + h + c["num_layers"] * one.attention + dense * one.dense
+
+    def moe(experts):
+        return one.router + one.shared + experts * one.expert
+
+    all_, active = moe(c["num_moe_experts"]), moe(c["moe_router_topk"])
+    mtp = one.attention + all_ + 2 * h * h + 3 * h
+    return fixed + sparse * all_, fixed + sparse * active, mtp
+
+
+def test_every_file_is_checked():
+    assert {file.stem for file in FILES} == {*PUBLISHED, "tiny"}
+
+
+@pytest.mark.parametrize("stem", [file.stem for file in FILES])
+def test_megatron_accepts(accepted, stem):
+    assert isinstance(accepted[stem], dict), accepted[stem]
+    assert accepted[stem]["moe_token_dispatcher_type"] == "moonep"
+    assert accepted[stem]["expert_tensor_parallel_size"] == 1
+    words = yaml.safe_load((CONFIGS / f"{stem}.yaml").read_text())
+    assert accepted[stem]["max_tokens"] == words["seq-length"] * words["micro-batch-size"]
+
+
+@pytest.mark.parametrize("stem", PUBLISHED)
+def test_parameters_are_as_published(accepted, stem):
+    published = PUBLISHED[stem]
+    total, active, mtp = (count / 1e9 for count in parameters(accepted[stem]))
+    print(f"{stem}: {total:.3f} total, {active:.3f} active, {mtp:.3f} MTP")
+    assert total == pytest.approx(published.total, rel=0.01)
+    if not published.counts_embedding:
+        active -= accepted[stem]["vocab_size"] * accepted[stem]["hidden_size"] / 1e9
+    assert active == pytest.approx(published.active, abs=published.active_within)
+    if published.mtp:
+        assert mtp == pytest.approx(published.mtp, rel=0.01)
+
+
+@pytest.mark.parametrize("stem", [file.stem for file in FILES])
+def test_one_line_differs_from_alltoall(stem):
+    lines = (CONFIGS / f"{stem}.yaml").read_text().splitlines()
+    assert [line for line in lines if "moonep" in line and not line.startswith("#")] == [
+        "moe-token-dispatcher-type: moonep"
+    ]
+
+
+# The count itself is checked against models that Megatron builds: one as it is, and one of each
+# other kind made small.
+SMALL = {
+    "hidden-size": 64,
+    "num-attention-heads": 4,
+    "kv-channels": 16,
+    "ffn-hidden-size": 96,
+    "moe-ffn-hidden-size": 32,
+    "num-experts": 8,
+    "vocab-size": 128,
+    "expert-model-parallel-size": 1,
+    "no-gradient-accumulation-fusion": True,
+    "no-persist-layer-norm": True,
+    "no-masked-softmax-fusion": True,
+    "use-cpu-initialization": True,
+}
+LATENT = {
+    "num-layers": 4,
+    "moe-layer-freq": "([0]+[1]*3)",
+    "q-lora-rank": 24,
+    "kv-lora-rank": 16,
+    "qk-head-dim": 12,
+    "qk-pos-emb-head-dim": 8,
+    "v-head-dim": 20,
+    "moe-shared-expert-intermediate-size": 40,
+}
+LEFT_OUT = ("pipeline", "mtp", "overlap", "use-distributed-optimizer", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("stem", "changes"),
+    [
+        ("tiny", {"expert-model-parallel-size": 1}),
+        ("qwen3_30b_a3b", SMALL | {"num-layers": 2, "num-query-groups": 2}),
+        ("deepseek_v3", SMALL | LATENT),
+    ],
+)
+def test_count_equals_a_model_of_megatrons(stem, changes, tmp_path):
+    words = yaml.safe_load((CONFIGS / f"{stem}.yaml").read_text())
+    words = {k: v for k, v in words.items() if not k.startswith(LEFT_OUT)} | changes
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(words))
+    ((counted, built),) = run_ranks(1, count_both, file, timeout=120)
+    assert counted == built
+
+
+class NoParameters(torch.nn.Module):
+    """In place of attention itself: without Transformer Engine there is none for MLA."""
+
+    def __init__(self, *_, **__):
+        super().__init__()
+
+
+def count_both(path):
+    """Parameters by our formula, and of the model that Megatron builds."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    args, config = megatron(path)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = NoParameters
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=args.vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        position_embedding_type=args.position_embedding_type,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+    )
+    return parameters(settings(args, config))[0], sum(p.numel() for p in model.parameters())
