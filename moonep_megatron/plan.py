@@ -96,20 +96,13 @@ def make_plan(
     _check_slots(slots, homes)
     if planner not in PLANNERS:
         raise ValueError(f"planner {planner!r} is unknown: use one of {', '.join(PLANNERS)}")
-    if home_order_Rn is None:
-        home_order_Rn = torch.arange(ranks * homes).view(ranks, homes).flip(1)
-    home_order_Rn = home_order_Rn.cpu()
-    _check_home_order(home_order_Rn, ranks, homes)
-
+    home_Rn = _home_order(home_order_Rn, ranks, homes)
     total_Rn = counts_RE.sum(0, dtype=torch.int64).view(ranks, homes)
-    share, extra = divmod(int(total_Rn.sum()), ranks)
-    caps = [share + (d < extra) for d in range(ranks)]
-    if caps[0] > INT32_MAX:
-        raise ValueError(f"counts_RE gives a rank {caps[0]} rows: more than int32 holds")
+    caps = _caps(int(total_Rn.sum()), ranks)
     rule, parts = solve(total_Rn.tolist(), caps, planner=planner, slots=slots)
 
     rows_RE, foreign_Rn = _lay_out(total_Rn, parts)
-    group_RG = torch.cat([home_order_Rn.long(), foreign_Rn], 1)
+    group_RG = torch.cat([home_Rn, foreign_Rn], 1)
     group_rows_RG = rows_RE.gather(1, group_RG.clamp(min=0)).masked_fill(group_RG < 0, 0)
     start_RG1 = torch.nn.functional.pad(group_rows_RG.cumsum(1), (1, 0))
     return Plan(
@@ -167,12 +160,10 @@ def destinations(plan: Plan, counts_RE: Tensor, ids_SK: Tensor, rank: int) -> tu
     to_N = torch.where(stays_N, rank, to_N)
     offset_N = number_N - free_start_ER[expert_N, to_N] + local_RE[to_N, expert_N]
     row_N = _group_start(plan)[to_N, expert_N] + torch.where(stays_N, place_N, offset_N)
-
-    def in_order_SK(value_N: Tensor) -> Tensor:
-        value_N = value_N.int().masked_fill(sorted_N < 0, -1)
-        return torch.empty_like(value_N).index_copy_(0, entry_N, value_N).view(ids_SK.shape)
-
-    return in_order_SK(to_N), in_order_SK(row_N)
+    # back to (token, k) order
+    both_2N = torch.stack([to_N, row_N]).int().masked_fill(sorted_N < 0, -1)
+    rank_SK, row_SK = torch.empty_like(both_2N).index_copy_(1, entry_N, both_2N)
+    return rank_SK.view(ids_SK.shape), row_SK.view(ids_SK.shape)
 
 
 def plan_hash(plan: Plan) -> int:
@@ -188,6 +179,15 @@ def plan_hash(plan: Plan) -> int:
         digest.update(str(tuple(tensor.shape)).encode())
         digest.update(tensor.cpu().contiguous().numpy().tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _caps(total: int, ranks: int) -> list[int]:
+    """Equal shares of all rows; the first ranks take what does not divide."""
+    share, extra = divmod(total, ranks)
+    caps = [share + (d < extra) for d in range(ranks)]
+    if caps[0] > INT32_MAX:
+        raise ValueError(f"counts_RE gives a rank {caps[0]} rows: at most {INT32_MAX} fit int32")
+    return caps
 
 
 def _lay_out(total_Rn: Tensor, parts: list[Piece]) -> tuple[Tensor, Tensor]:
@@ -243,17 +243,22 @@ def _check_slots(slots: int, homes: int) -> None:
         raise ValueError(f"slots {slots} is outside 1..{homes}, the experts of a rank")
 
 
-def _check_home_order(home_order_Rn: Tensor, ranks: int, homes: int) -> None:
-    expected_Rn = torch.arange(ranks * homes).view(ranks, homes)
+def _home_order(home_order_Rn: Tensor | None, ranks: int, homes: int) -> Tensor:
+    """int64 [R, n] on the host: the given order, refused if it is none, or descending ids."""
+    ascending_Rn = torch.arange(ranks * homes).view(ranks, homes)
+    if home_order_Rn is None:
+        return ascending_Rn.flip(1)
     if list(home_order_Rn.shape) != [ranks, homes]:
         raise ValueError(
             f"home_order_Rn has shape {list(home_order_Rn.shape)}: give {[ranks, homes]}"
         )
-    if not torch.equal(home_order_Rn.sort(1).values.long(), expected_Rn):
+    home_order_Rn = home_order_Rn.cpu().long()
+    if not torch.equal(home_order_Rn.sort(1).values, ascending_Rn):
         raise ValueError(
             f"home_order_Rn {home_order_Rn.tolist()} is not, in each row, "
             "a permutation of that rank's experts"
         )
+    return home_order_Rn
 
 
 def _check_ids(ids_SK: Tensor, counts_RE: Tensor, shape: tuple[int, int], rank: int) -> None:

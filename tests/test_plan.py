@@ -1,114 +1,15 @@
-"""The plan: properties, slow independent references, recorded routing, bad input."""
+"""The plan and the destinations: properties, a slow independent reference, bad input."""
 
-import importlib.util
 import itertools
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from routings import LOADS, check_plan, lenient, random_counts, random_ids, routings
 
 from moonep_megatron.plan import PLANNERS, Plan, destinations, make_plan, plan_hash
-
-ROOT = Path(__file__).parents[1]
-ROUTING = ROOT.parent / "shared" / "routing"
-LOADS = ("even", "zipf", "heavy", "sparse", "hot rank", "hot half", "last rank", "one expert")
-
-lenient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def weights(load: str, ranks: int, experts: int, draw: np.random.Generator) -> np.ndarray:
-    """Relative popularity of each expert."""
-    homes = experts // ranks
-    by_rank = np.full(ranks, 1e-3)
-    if load == "hot rank":
-        by_rank[draw.integers(ranks)] = 1
-    elif load == "last rank":
-        by_rank[-1] = 1
-    elif load == "hot half":
-        by_rank = np.where(draw.random(ranks) < 0.5, 1.8, 0.2)
-    return {
-        "even": np.ones(experts),
-        "zipf": draw.permutation(1 / np.arange(1, experts + 1)),
-        "heavy": np.exp(3 * draw.standard_normal(experts)),
-        "sparse": (draw.random(experts) < 0.2) + 1e-9,
-        "one expert": np.eye(experts)[draw.integers(experts)],
-    }.get(load, np.repeat(by_rank, homes))
-
-
-def random_counts(load: str, ranks: int, experts: int, rows: int, seed: int) -> torch.Tensor:
-    """int64 [R, E]; the rows of the ranks differ, down to none."""
-    draw = np.random.default_rng(seed)
-    weight_E = weights(load, ranks, experts, draw)
-    counts = [
-        draw.multinomial(draw.integers(rows + 1), weight_E / weight_E.sum()) for _ in range(ranks)
-    ]
-    return torch.from_numpy(np.stack(counts))
-
-
-@st.composite
-def routings(draw: st.DrawFn, most_rows: int = 65536) -> torch.Tensor:
-    """Counts of up to 64 ranks and 1024 experts."""
-    ranks = draw(st.integers(1, 64))
-    homes = draw(st.integers(1, 1024 // ranks))
-    rows = min(most_rows, draw(st.sampled_from([0, 3, 50, 1000, 65536])))
-    return random_counts(
-        draw(st.sampled_from(LOADS)), ranks, ranks * homes, rows, draw(st.integers(0, 999))
-    )
-
-
-def random_ids(counts_RE: torch.Tensor, choices: int, seed: int) -> list[torch.Tensor]:
-    """ids [S_r, K] of every rank with these counts: shuffled, so ids repeat, and -1 fills up."""
-    draw = np.random.default_rng(seed)
-    ids = []
-    for count_E in counts_RE.numpy():
-        flat = np.repeat(np.arange(len(count_E)), count_E)
-        tokens = -(-len(flat) // choices) + draw.integers(3)
-        flat = np.concatenate([flat, np.full(tokens * choices - len(flat), -1)])
-        ids.append(torch.from_numpy(draw.permutation(flat).reshape(tokens, choices)))
-    return ids
-
-
-def check_plan(
-    plan: Plan, counts_RE: torch.Tensor, home_order_Rn: torch.Tensor | None = None
-) -> None:
-    """Every property a plan has whatever the rule."""
-    ranks, experts = counts_RE.shape
-    homes, total = experts // ranks, int(counts_RE.sum())
-    tensors = (
-        plan.rows_RE,
-        plan.cap_R,
-        plan.foreign_expert_Rn,
-        plan.group_expert_RG,
-        plan.group_start_RG1,
-    )
-    assert all(tensor.dtype == torch.int32 for tensor in tensors)
-    rows = plan.rows_RE.tolist()
-    assert (plan.rows_RE >= 0).all()
-    assert plan.rows_RE.sum(0).tolist() == counts_RE.sum(0).tolist(), "conservation"
-    caps = [len(range(d, total, ranks)) for d in range(ranks)]
-    assert plan.cap_R.tolist() == plan.rows_RE.sum(1).tolist() == caps, "exact capacity"
-    for d in range(ranks):
-        foreign = [e for e in range(experts) if rows[d][e] and e // homes != d]
-        assert len({e // homes for e in foreign}) <= 1, "one donor home a receiver"
-        assert plan.foreign_expert_Rn[d].tolist() == foreign + [-1] * (homes - len(foreign))
-        own = list(range(d * homes, (d + 1) * homes))[::-1]
-        own = own if home_order_Rn is None else home_order_Rn[d].tolist()
-        groups = plan.group_expert_RG[d].tolist()
-        assert groups == own + plan.foreign_expert_Rn[d].tolist()
-        sizes = [rows[d][e] if e >= 0 else 0 for e in groups]
-        assert plan.group_start_RG1[d].tolist() == [0, *itertools.accumulate(sizes)]
-    received = (plan.foreign_expert_Rn >= 0).sum(1)
-    sent = torch.tensor([int((plan.foreign_expert_Rn // homes == h).sum()) for h in range(ranks)])
-    assert plan.received_R.tolist() == received.tolist() and plan.sent_R.tolist() == sent.tolist()
-    assert plan.duplicates == int(sent.sum()) == int(received.sum())
-    assert plan.busiest == max(sent.max(), received.max())
-    for slots in {1, (homes + 1) // 2, homes}:
-        assert plan.waves(slots) == -(-int(received.max()) // slots)
-
 
 # Properties -----------------------------------------------------------------------------------
 
@@ -139,22 +40,6 @@ def test_plan_properties_beyond_64_ranks(ranks: int, load: str, seed: int) -> No
     check_plan(make_plan(counts), counts)
 
 
-@settings(lenient, max_examples=60)
-@given(counts=routings(), data=st.data())
-def test_best_takes_the_lowest_waves_then_busiest_then_all(
-    counts: torch.Tensor, data: st.DataObject
-) -> None:
-    homes = counts.shape[1] // counts.shape[0]
-    slots = data.draw(st.integers(1, homes))
-    rules = [make_plan(counts, planner=rule) for rule in PLANNERS if rule != "best"]
-    costs = [(plan.waves(slots), plan.busiest, plan.duplicates) for plan in rules]
-    best = make_plan(counts, slots=slots)
-    winner = rules[costs.index(min(costs))]
-    assert (best.waves(slots), best.busiest, best.duplicates) == min(costs)
-    assert plan_hash(best) == plan_hash(winner) and best.rule == winner.rule
-    assert make_plan(counts).busiest <= rules[0].busiest, "never above pairs with n slots"
-
-
 @settings(lenient, max_examples=30)
 @given(counts=routings(), seed=st.integers(0, 99))
 def test_home_order_moves_the_groups_only(counts: torch.Tensor, seed: int) -> None:
@@ -167,94 +52,7 @@ def test_home_order_moves_the_groups_only(counts: torch.Tensor, seed: int) -> No
     assert torch.equal(plan.rows_RE, plain.rows_RE)
 
 
-# Independent references -----------------------------------------------------------------------
-
-
-def slow_pairs(counts_RE: torch.Tensor) -> list[list[int]]:
-    """rows[d][e] of the pairs rule, one row at a time."""
-    ranks, experts = counts_RE.shape
-    homes, totals = experts // ranks, counts_RE.sum(0).tolist()
-    rows = [[totals[e] if e // homes == d else 0 for e in range(experts)] for d in range(ranks)]
-    caps = [len(range(d, sum(totals), ranks)) for d in range(ranks)]
-    while any(sum(row) != cap for row, cap in zip(rows, caps, strict=True)):
-        over = [sum(row) - cap for row, cap in zip(rows, caps, strict=True)]
-        donor, receiver = over.index(max(over)), over.index(min(over))
-        expert = None
-        while sum(rows[receiver]) < caps[receiver]:
-            if expert is None or rows[donor][expert] == 0:
-                own = range(donor * homes, (donor + 1) * homes)
-                # an expert that this receiver already took from is empty, so this is a new one
-                expert = max(own, key=lambda e: (rows[donor][e], -e))
-            rows[donor][expert] -= 1
-            rows[receiver][expert] += 1
-    return rows
-
-
-@settings(lenient, max_examples=100)
-@given(
-    ranks=st.integers(1, 10),
-    homes=st.integers(1, 6),
-    load=st.sampled_from(LOADS),
-    rows=st.integers(0, 60),
-    seed=st.integers(0, 9999),
-)
-def test_pairs_against_the_slow_reference(
-    ranks: int, homes: int, load: str, rows: int, seed: int
-) -> None:
-    counts = random_counts(load, ranks, ranks * homes, rows, seed)
-    assert make_plan(counts, planner="pairs").rows_RE.tolist() == slow_pairs(counts)
-
-
-def best_chain(counts_RE: torch.Tensor) -> tuple[int, int] | None:
-    """(most experts that a rank passes on, all) of the best row of ranks, by trying every one."""
-    ranks = len(counts_RE)
-    home_Rn = counts_RE.sum(0).view(ranks, -1).tolist()
-    total = sum(map(sum, home_Rn))
-    caps = [len(range(d, total, ranks)) for d in range(ranks)]
-    found = []
-    for row in itertools.permutations(range(ranks)):
-        flow, passed = 0, []
-        for d in row:
-            flow += sum(home_Rn[d]) - caps[d]
-            if not 0 <= flow <= sum(home_Rn[d]):
-                break
-            sizes, experts = sorted(home_Rn[d]), 0
-            while sum(sizes[len(sizes) - experts :]) < flow:
-                experts += 1
-            passed.append(experts)
-        else:
-            found.append((max(passed), sum(passed)))
-    return min(found, default=None)
-
-
-@settings(lenient, max_examples=150)
-@given(
-    ranks=st.integers(1, 5),
-    homes=st.integers(1, 6),
-    load=st.sampled_from(LOADS),
-    rows=st.sampled_from([4, 30, 1000]),
-    seed=st.integers(0, 9999),
-)
-@example(ranks=7, homes=4, load="heavy", rows=200, seed=2)
-@example(ranks=6, homes=5, load="hot half", rows=200, seed=0)
-def test_chain_is_the_best_of_all_rows(
-    ranks: int, homes: int, load: str, rows: int, seed: int
-) -> None:
-    counts = random_counts(load, ranks, ranks * homes, rows, seed)
-    plan, best = make_plan(counts, planner="chain"), best_chain(counts)
-    if best is None:
-        assert plan.rule == "pairs"
-    else:
-        assert (plan.rule, plan.busiest, plan.duplicates) == ("chain", *best)
-
-
-def test_chain_without_an_admissible_row_uses_pairs() -> None:
-    """Surpluses 6, 6, 6 and deficits 9, 9 at cap 10: no row of ranks can carry them."""
-    counts = torch.diag(torch.tensor([16, 16, 16, 1, 1]))
-    assert best_chain(counts) is None
-    chain, pairs = (make_plan(counts, planner=rule) for rule in ("chain", "pairs"))
-    assert chain.rule == "pairs" and plan_hash(chain) == plan_hash(pairs)
-    check_plan(make_plan(counts, planner="peel"), counts)
+# An independent reference -----------------------------------------------------------------------
 
 
 def slow_destinations(plan: Plan, ids: list[torch.Tensor]) -> list[list[tuple[int, int]]]:
@@ -424,34 +222,6 @@ def test_same_plan_and_destinations_on_a_gpu() -> None:
             torch.equal(a, b.cpu())
             for a, b in zip(destinations(plan, counts, ids[r], r), moved, strict=True)
         )
-
-
-# Recorded routing -----------------------------------------------------------------------------
-
-
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_plan", ROOT / "scripts" / "bench_plan.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.skipif(not ROUTING.is_dir(), reason="needs the recorded routing")
-@pytest.mark.parametrize(("ranks", "most"), [(8, 1.3), (16, 1.5), (32, 1.5)])
-def test_recorded_routing(ranks: int, most: float) -> None:
-    result = bench().bench_quality(ROUTING, ranks)
-    assert result["total"]["layers"] >= 70
-    assert result["layers_above_pairs"] == 0
-    assert result["total"]["bound"] <= result["total"]["best"] <= most * result["total"]["bound"]
-
-
-def test_the_bound_of_the_benchmark() -> None:
-    # cap 11: rank 0 gives 29 rows, in parts of at most 11
-    assert bench().bound([40, 0, 0, 4, 0, 0, 0, 0], 4) == 3
-    assert bench().bound([1, 1, 1, 1], 4) == 0
-    # rank 1 lacks 8 rows, in experts of 4
-    assert bench().bound([4, 4, 4, 4, 0, 0, 0, 0], 2) == 2
 
 
 # Bad input ------------------------------------------------------------------------------------
