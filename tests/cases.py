@@ -109,6 +109,21 @@ def _zipf(g: torch.Generator, s: int, rank: int, case: Case) -> Tensor:
     return _weighted(1.0 / (1.0 + order) ** 1.2, g, s, case.topk)
 
 
+def _repeats(g: torch.Generator, s: int, rank: int, case: Case) -> Tensor:
+    """Ids in no order, often the same one several times in a token."""
+    return torch.randint(0, 3, (s, case.topk), generator=g) * (case.experts // 3)
+
+
+def _gaps(g: torch.Generator, s: int, rank: int, case: Case) -> Tensor:
+    """Repeats with -1, no choice, strewn in; some tokens have none at all."""
+    ids = _repeats(g, s, rank, case)
+    ids[torch.rand(ids.shape, generator=g) < 0.4] = -1
+    ids[::5] = -1
+    return ids
+
+
+# Below the router, by id: what no routing map can say.
+ODD_IDS: dict[str, Draw] = {"repeats": _repeats, "gaps": _gaps}
 ROUTINGS: dict[str, Draw] = {
     "uniform": _uniform,
     "balanced": _balanced,
@@ -132,7 +147,7 @@ def weights(case: Case) -> tuple[Tensor, Tensor]:
 def batch(case: Case, microbatch: int, rank: int) -> Batch:
     s = case.tokens_mr[microbatch][rank]
     g = torch.Generator().manual_seed(1 + case.seed + 1000 * microbatch + 7 * rank)
-    ids_sK = ROUTINGS[case.routing[microbatch]](g, s, rank, case)
+    ids_sK = (ROUTINGS | ODD_IDS)[case.routing[microbatch]](g, s, rank, case)
     probs_sK = torch.rand(s, case.topk, generator=g, dtype=torch.float64) + 0.1
     tokens, grad = (
         torch.randn(s, case.hidden, generator=g, dtype=torch.float64).to(case.dtype)

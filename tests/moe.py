@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import Case, batch, weights
+from cases import ROUTINGS, Case, batch, weights
 from grouped import TEGroupedMLP
 from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu, squared_relu
@@ -67,7 +67,7 @@ def transformer_config(case: Case, dispatcher: str) -> TransformerConfig:
     options: dict[str, Any] = dict(
         num_layers=1,
         hidden_size=case.hidden,
-        num_attention_heads=2,
+        num_attention_heads=max(2, case.tp),
         ffn_hidden_size=case.ffn,
         moe_ffn_hidden_size=case.ffn,
         num_moe_experts=case.experts,
@@ -109,7 +109,8 @@ def build(case: Case, dispatcher: str) -> nn.Module:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     config = transformer_config(case, dispatcher)
     layer = spec(config=config, layer_number=1, pg_collection=groups)
-    layer.router = ForcedRouter(case, dist.get_rank())
+    if all(name in ROUTINGS for name in case.routing):
+        layer.router = ForcedRouter(case, dist.get_rank())
     set_weights(layer, *weights(case))
     return layer.to(case.dtype)
 

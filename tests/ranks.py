@@ -133,7 +133,7 @@ def _rank_main(
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setsid()
     try:
-        _start(rank, world, layout, folder, timeout)
+        start(rank, world, layout, f"file://{folder}/rendezvous", timeout)
         answer = function(*args)
     except BaseException as error:
         answer = Failure(type(error).__name__, str(error), traceback.format_exc())
@@ -145,7 +145,8 @@ def _rank_main(
     pipe.poll(None)
 
 
-def _start(rank: int, world: int, layout: Layout, folder: str, timeout: float) -> None:
+def start(rank: int, world: int, layout: Layout, address: str, timeout: float) -> None:
+    """Join the process groups as this rank; ``address`` is torch's ``init_method``."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -160,7 +161,7 @@ def _start(rank: int, world: int, layout: Layout, folder: str, timeout: float) -
     cpu.enable()
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/rendezvous",
+        init_method=address,
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout),
