@@ -1,0 +1,224 @@
+"""Train one GPT-MoE under several dispatchers, from one seed, and compare what they computed.
+
+    python scripts/compare_dispatchers.py --ranks 4 --json compare.json --png compare.png
+
+Starts the ranks itself. Fails (exit code 1) when losses differ, or when moonep gave any rank
+another number of rows than S*K.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpt_moe import arguments, figure
+from rich.console import Console
+from rich.table import Table
+
+TRAIN = Path(__file__).with_name("train_gpt_moe.py")
+RELATIVE_LOSS = {"fp32": 1e-4, "bf16": 1e-2}
+"""How far losses may differ at any step; bf16 rounds each product to 3 digits."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    console = Console(highlight=False)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are stopped too
+    try:
+        arguments.check(copy.copy(args), args.ranks)
+        results = {name: run(args, name) for name in args.dispatchers}
+    except (ValueError, RuntimeError) as error:
+        console.print(f"[red]error:[/red] {error}", soft_wrap=True)
+        return 1
+    balanced = results[args.dispatchers[0]]["balanced_rows"]
+    problems = check(results, balanced, RELATIVE_LOSS[args.dtype])
+    write(args, results, balanced, problems)
+    report(console, args, results, balanced, problems)
+    return 1 if problems else 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Compare MoE token dispatchers on the same model, text and seed.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--dispatchers", nargs="+", choices=arguments.DISPATCHERS, default=["alltoall", "moonep"]
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="processes (on GPUs: GPUs)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a run may take")
+    parser.add_argument("--png", type=Path, help="write a picture here")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    arguments.add_run(parser)
+    arguments.add_training(parser)
+    # No balancing loss and rows of unequal length: a new router would be nearly balanced.
+    parser.set_defaults(steps=30, router_skew=1.0)
+    args = parser.parse_args(argv)
+    if args.ranks < 1:
+        parser.error(f"--ranks {args.ranks} must be at least 1")
+    args.dispatcher, args.save, args.save_interval = "moonep", None, 0  # for arguments.check
+    return args
+
+
+def run(args: argparse.Namespace, dispatcher: str) -> dict[str, Any]:
+    """Train under one dispatcher; what train_gpt_moe.py wrote.
+
+    Raises:
+        RuntimeError: the run failed or took longer than --timeout; no rank is left.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "run.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={args.ranks}", str(TRAIN)]
+        command += ["--dispatcher", dispatcher, "--json", str(out)]
+        command += options(args, dispatcher)
+        code = wait(subprocess.Popen(command, env=environment(args.ranks)), args.timeout)
+        if code is None:
+            raise RuntimeError(
+                f"{dispatcher} took longer than --timeout {args.timeout:g} seconds and was stopped"
+            )
+        if code != 0:
+            raise RuntimeError(
+                f"the {dispatcher} run failed (exit code {code}); the first error stands above"
+            )
+        return json.loads(out.read_text())
+
+
+def options(args: argparse.Namespace, dispatcher: str) -> list[str]:
+    """The flags that this script shares with train_gpt_moe.py, as given."""
+    shared = argparse.ArgumentParser()
+    arguments.add_run(shared)
+    arguments.add_training(shared)
+    flags = []
+    for action in shared._actions:
+        value = getattr(args, action.dest, None)
+        moonep_only = action.dest in ("slots", "planner") and dispatcher != "moonep"
+        if value is None or value is False or moonep_only:
+            continue
+        flags.append(action.option_strings[0])
+        if value is not True:
+            flags.append(str(value))
+    return flags
+
+
+def environment(ranks: int) -> dict[str, str]:
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    defaults = {"OMP_NUM_THREADS": str(threads)}
+    if sys.platform == "linux":
+        # All ranks are here: do not depend on how the machine's name resolves.
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    return defaults | os.environ
+
+
+def wait(process: subprocess.Popen[bytes], timeout: float) -> int | None:
+    """The exit code, or None after ``timeout`` seconds; however this ends, the ranks do too."""
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun passes it on to its ranks, and kills them after 30 s
+            try:
+                process.wait(45)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def relative_difference(results: dict[str, dict[str, Any]]) -> float:
+    """Largest relative difference of a loss from the first dispatcher's, over all steps."""
+    first, *others = (result["loss"] for result in results.values())
+    return max(
+        (abs(a - b) / abs(a) for other in others for a, b in zip(first, other, strict=True)),
+        default=0.0,
+    )
+
+
+def check(results: dict[str, dict[str, Any]], balanced: int, tolerance: float) -> list[str]:
+    """What is wrong, in sentences."""
+    problems = []
+    difference = relative_difference(results)
+    if not difference <= tolerance:  # a NaN is wrong, too
+        problems.append(f"losses differ by {difference:.1e} relative, above {tolerance:.0e}")
+    for step, layers in enumerate(results.get("moonep", {}).get("rows_per_rank", [])):
+        for layer, rows in enumerate(layers):
+            if any(count != balanced for count in rows):
+                problems.append(
+                    f"moonep, step {step + 1}, MoE layer {layer + 1}: rows {rows} are not all "
+                    f"S*K = {balanced}"
+                )
+    return problems
+
+
+def write(
+    args: argparse.Namespace,
+    results: dict[str, dict[str, Any]],
+    balanced: int,
+    problems: list[str],
+) -> None:
+    if args.png:
+        figure.draw(results, balanced, args.png)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        summary = {
+            "balanced_rows": balanced,
+            "relative_loss_difference": relative_difference(results),
+            "problems": problems,
+        }
+        args.json.write_text(json.dumps(summary | results, indent=1))
+
+
+def report(
+    console: Console,
+    args: argparse.Namespace,
+    results: dict[str, dict[str, Any]],
+    balanced: int,
+    problems: list[str],
+) -> None:
+    table = Table(title=f"{args.ranks} ranks, {args.steps} steps, S*K = {balanced} rows a rank")
+    table.add_column("dispatcher")
+    for name in ("final loss", "rows, hottest rank", "x S*K", "maxvio", "copies", "tokens/s"):
+        table.add_column(name, justify="right")
+    for dispatcher, result in results.items():
+        most = max(max(rows) for layers in result["rows_per_rank"] for rows in layers)
+        duplicates = [count for layers in result["duplicates"] for count in layers]
+        table.add_row(
+            dispatcher,
+            f"{result['loss'][-1]:.6f}",
+            f"{most:,}",
+            f"{most / balanced:.3f}",
+            f"{max(max(layers) for layers in result['maxvio']):.2f}",
+            f"{statistics.mean(duplicates):.1f}",
+            f"{statistics.median(result['tokens_per_second']):,.0f}",
+        )
+    console.print(table)
+    console.print(
+        "Rows of the hottest rank and maxvio: worst of all steps and layers. copies: expert "
+        "copies a layer and step, mean. On CPUs tokens/s says nothing about GPUs.\n"
+        f"Skew: --router-skew {args.router_skew:g} scales the router's row e by (e+1)**-"
+        f"{args.router_skew:g} at the start; --aux-loss {args.aux_loss:g}.",
+        soft_wrap=True,
+    )
+    console.print(f"Largest relative difference of losses: {relative_difference(results):.1e}")
+    for problem in problems:
+        console.print(f"[red]FAILED:[/red] {problem}", soft_wrap=True)
+    if not problems:
+        console.print(
+            "[green]passed:[/green] equal losses at every step; experts' rows equal the router's "
+            "histogram" + ("; moonep gave every rank S*K rows" if "moonep" in results else ""),
+            soft_wrap=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
