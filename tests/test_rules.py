@@ -18,12 +18,14 @@ ROUTING = ROOT.parent / "shared" / "routing"
 
 
 @settings(lenient, max_examples=60)
-@given(counts=routings(), data=st.data())
+@given(counts=routings(), fraction=st.floats(0, 1))
+# with one slot the pairs rule needs one wave and a chain two, though its busiest rank has less to do
+@example(counts=random_counts("zipf", 4, 16, 100, 0), fraction=0)
 def test_best_takes_the_lowest_waves_then_busiest_then_all(
-    counts: torch.Tensor, data: st.DataObject
+    counts: torch.Tensor, fraction: float
 ) -> None:
     homes = counts.shape[1] // counts.shape[0]
-    slots = data.draw(st.integers(1, homes))
+    slots = 1 + round(fraction * (homes - 1))
     rules = [make_plan(counts, planner=rule) for rule in PLANNERS if rule != "best"]
     costs = [(plan.waves(slots), plan.busiest, plan.duplicates) for plan in rules]
     best = make_plan(counts, slots=slots)
@@ -135,7 +137,7 @@ def bench() -> ModuleType:
 
 
 @pytest.mark.skipif(not ROUTING.is_dir(), reason="needs the recorded routing")
-@pytest.mark.parametrize(("ranks", "most"), [(8, 1.3), (16, 1.5), (32, 1.5)])
+@pytest.mark.parametrize(("ranks", "most"), [(8, 1.2), (16, 1.4), (32, 1.2)])
 def test_recorded_routing(ranks: int, most: float) -> None:
     result = bench().bench_quality(ROUTING, ranks)
     assert result["total"]["layers"] >= 70
