@@ -49,10 +49,14 @@ def enable(config: moonep.MoonEPConfig | None = None) -> None:
     if NAME in typing.get_args(field.type):
         logger.warning("Megatron-Core has a dispatcher %s of its own: that one is used.", NAME)
         return
-    _set(field, "type", typing.Literal[(*typing.get_args(field.type), NAME)])
-    _set(TransformerConfig, "__post_init__", _checked(TransformerConfig.__post_init__))
-    _add_flags()
-    _place_layer()
+    try:
+        _set(field, "type", typing.Literal[(*typing.get_args(field.type), NAME)])
+        _set(TransformerConfig, "__post_init__", _checked(TransformerConfig.__post_init__))
+        _add_flags()
+        _place_layer()
+    except BaseException:
+        disable()
+        raise
 
 
 def disable() -> None:
@@ -117,7 +121,10 @@ def _add_flags() -> None:
 
 
 def _place_layer() -> None:
-    """Put our layer where specifications name Megatron's, and make a stock layer say so."""
+    """Put our layer where specifications name Megatron's, and make a stock layer say so.
+
+    All of Megatron's specifications with experts take the layer from one module.
+    """
     from megatron.core.models.gpt import moe_module_specs  # noqa: PLC0415
     from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: PLC0415
 

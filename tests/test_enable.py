@@ -8,6 +8,7 @@ process groups of one rank exist. A scenario is a function below whose name star
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -254,6 +255,24 @@ def _other_versions_are_refused_by_name():
         moonep_megatron.disable()
 
 
+def _a_failure_leaves_nothing_behind():
+    import typing
+
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import moonep_megatron
+
+    field = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
+    before = TransformerConfig.__post_init__
+    sys.modules["moonep_megatron.layer"] = None
+    raises(ImportError, "moonep_megatron.layer", moonep_megatron.enable)
+    assert TransformerConfig.__post_init__ is before
+    assert "moonep" not in typing.get_args(field.type)
+    del sys.modules["moonep_megatron.layer"]
+    moonep_megatron.enable()
+    assert "moonep" in typing.get_args(field.type)
+
+
 def _no_megatron_at_all():
     sys.modules["megatron"] = None
     import moonep_megatron
@@ -305,6 +324,7 @@ FORKED = [
     _a_second_enable_changes_only_the_configuration,
     _megatron_already_knows_moonep,
     _other_versions_are_refused_by_name,
+    _a_failure_leaves_nothing_behind,
     _no_megatron_training,
     _command_line,
 ]
@@ -323,6 +343,19 @@ def test_fresh(scenario):
 @pytest.mark.parametrize("scenario", FORKED, ids=name)
 def test_forked(scenario):
     run_ranks(1, scenario, timeout=120)
+
+
+def test_megatron_names_its_layer_for_specifications_in_one_place_only():
+    import megatron.core
+
+    core = Path(megatron.core.__file__).parent
+    building = re.compile(r"(partial\(|module=|spec_module=)\s*MoELayer\b|\bMoELayer\(config")
+    places = {
+        str(path.relative_to(core))
+        for path in core.rglob("*.py")
+        if building.search(path.read_text())
+    }
+    assert places == {"models/gpt/moe_module_specs.py"}
 
 
 # --- python -m moonep_megatron.run ----------------------------------------------------------------
