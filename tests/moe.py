@@ -175,14 +175,26 @@ def recorded(dispatcher: str) -> Iterator[list[dict[str, Any]]]:
         yield records
 
 
+@contextmanager
+def poisoned_memory(dispatcher: str) -> Iterator[None]:
+    """Within, uninitialised memory of moonep is NaN: tails, slots and dummies must not be read."""
+    # This mode of torch fills what torch.empty gives; the fill is on unless switched off.
+    torch.use_deterministic_algorithms(dispatcher == "moonep")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def run_case(case: Case, dispatcher: str) -> SimpleNamespace:
     """Forward of all microbatches, then their backwards, in the same order.
 
     The answer has, a microbatch each, ``output``, ``grad_tokens`` [s,H] and ``grad_probs`` [s,K];
     ``grad_fc1`` [n,I,H] and ``grad_fc2`` [n,H,F] of the rank's own experts; ``records``.
     """
-    layer = build(case, dispatcher)
-    return run_layer(layer, wrap(layer, case), case, dispatcher)
+    with poisoned_memory(dispatcher):
+        layer = build(case, dispatcher)
+        return run_layer(layer, wrap(layer, case), case, dispatcher)
 
 
 def run_layer(layer: nn.Module, model: nn.Module, case: Case, dispatcher: str) -> SimpleNamespace:

@@ -49,6 +49,12 @@ def test_every_place_of_gradients(grads: str) -> None:
     )
 
 
+@pytest.mark.parametrize("grads", ["main_grad", "fused"])
+def test_one_rank_has_no_foreign_experts(grads: str) -> None:
+    """At EP=1 expert weights share the buffers of the dense ones."""
+    check([Case(name=grads, ranks=1, grads=grads, ddp=OVERLAP, routing=SKEWED)])
+
+
 def test_fused_into_bf16_main_grad() -> None:
     reduce_in_bf16 = (("grad_reduce_in_fp32", False), *OVERLAP)
     check(

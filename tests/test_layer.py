@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case
+from cases import Case, batch
 from compare import assert_same_bits, check
 from moe import build, run_case, run_layer
 from ranks import run_ranks
@@ -336,3 +336,24 @@ def _outputs_with_and_without_gradients() -> tuple[Tensor, Tensor]:
         outputs.append(layer(x)[0])
     assert trained.shape == (24, case.hidden)
     return outputs[0].detach(), outputs[1]
+
+
+def test_static_shapes() -> None:
+    """Nothing that the layer keeps for backward has a shape that tells of the routing."""
+    for shapes in run_ranks(3, _saved_shapes):
+        assert len(shapes[0]) > 3
+        assert all(saved == shapes[0] for saved in shapes)
+
+
+def _saved_shapes() -> list[list[torch.Size]]:
+    case = Case(name="shapes", ranks=3, experts=12, routing=SKEWS)
+    layer, found = build(case, "moonep"), []
+    for m in range(len(SKEWS)):
+        layer.router.microbatch = m
+        hidden = batch(case, m, dist.get_rank()).tokens_sH[:, None].requires_grad_()
+        found.append([])
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda saved: found[-1].append(saved.shape) or saved, lambda saved: saved
+        ):
+            layer(hidden)
+    return found
