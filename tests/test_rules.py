@@ -19,7 +19,7 @@ ROUTING = ROOT.parent / "shared" / "routing"
 
 @settings(lenient, max_examples=60)
 @given(counts=routings(), fraction=st.floats(0, 1))
-# with one slot the pairs rule needs one wave and a chain two, though its busiest rank has less to do
+# with one slot pairs needs one wave and the chain two, though its busiest rank has less to do
 @example(counts=random_counts("zipf", 4, 16, 100, 0), fraction=0)
 def test_best_takes_the_lowest_waves_then_busiest_then_all(
     counts: torch.Tensor, fraction: float
