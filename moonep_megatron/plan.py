@@ -7,7 +7,7 @@ that rank r routes to expert e, M all routed rows, N routed entries of this rank
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,13 @@ class Plan:
     """[R, 2n+1] row at which each group starts; the last entry is the cap."""
     rule: str
     """The rule that made this plan."""
+
+    def to(self, device: torch.device) -> "Plan":
+        """The same plan on another device."""
+        tensors = {
+            f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "rule"
+        }
+        return replace(self, **tensors)
 
     @property
     def received_R(self) -> Tensor:

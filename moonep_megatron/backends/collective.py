@@ -211,9 +211,9 @@ class CollectiveBackend(Backend):
         """Derive what this rank sends, tell every rank, and lay out what arrives."""
         (tokens, topk), max_tokens = ids_sK.shape, self.max_tokens
         assert max_tokens is not None
-        rank_sK, row_sK = (
-            x.to(ids_sK.device).long() for x in destinations(plan, counts_RE, ids_sK, self.rank)
-        )
+        device = ids_sK.device
+        there = destinations(plan.to(device), counts_RE.to(device), ids_sK, self.rank)
+        rank_sK, row_sK = (x.long() for x in there)
         receive_sK = receive_rows(rank_sK, row_sK, self.rank, self.size, max_tokens)
         k = torch.arange(topk, device=ids_sK.device)
         # The first entry of a token for a rank carries the token's row.
