@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import signal
 import statistics
@@ -61,8 +62,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write all numbers here")
     arguments.add_run(parser)
     arguments.add_training(parser)
-    # No balancing loss and rows of unequal length: a new router would be nearly balanced.
-    parser.set_defaults(steps=30, router_skew=1.0)
+    # Rows of unequal length and no balancing loss: a new router would be nearly balanced.
+    # Few and small steps: rounding differs between dispatchers, and once a near tie in some
+    # router falls the other way, two right runs drift apart.
+    parser.set_defaults(steps=20, lr=5e-4, router_skew=1.0)
     args = parser.parse_args(argv)
     if args.ranks < 1:
         parser.error(f"--ranks {args.ranks} must be at least 1")
@@ -138,10 +141,10 @@ def wait(process: subprocess.Popen[bytes], timeout: float) -> int | None:
 def relative_difference(results: dict[str, dict[str, Any]]) -> float:
     """Largest relative difference of a loss from the first dispatcher's, over all steps."""
     first, *others = (result["loss"] for result in results.values())
-    return max(
-        (abs(a - b) / abs(a) for other in others for a, b in zip(first, other, strict=True)),
-        default=0.0,
-    )
+    differences = [
+        abs(a - b) / abs(a) for other in others for a, b in zip(first, other, strict=True)
+    ]
+    return max(differences, key=lambda x: (math.isnan(x), x), default=0.0)  # a NaN is the worst
 
 
 def check(results: dict[str, dict[str, Any]], balanced: int, tolerance: float) -> list[str]:

@@ -22,7 +22,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     files = parser.add_argument_group("files")
     files.add_argument("--save", type=Path, help="folder for checkpoints")
     files.add_argument("--save-interval", type=int, default=0, help="steps; 0: at the end only")
-    files.add_argument("--load", type=Path, help="folder that --save wrote: resume from its newest")
+    files.add_argument("--load", type=Path, help="resume from what --save wrote there")
     files.add_argument("--json", type=Path, help="write losses and row counts here")
     return parser.parse_args(argv)
 

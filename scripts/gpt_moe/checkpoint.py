@@ -28,14 +28,15 @@ def save(folder: Path, step: int, model: Any, optimizer: Any) -> None:
 
 
 def load(folder: Path, model: Any, optimizer: Any) -> int:
-    """Read the newest checkpoint of ``folder`` into model and optimizer; the steps it had taken.
+    """Read a checkpoint into model and optimizer; every rank calls this.
+
+    ``folder`` is one that ``save`` wrote (its newest is read) or one of its ``step_`` folders.
+    Returns the number of steps that the checkpoint had taken.
 
     Raises:
         ValueError: ``folder`` names no checkpoint.
     """
-    if not (folder / _LATEST).is_file():
-        raise ValueError(f"--load {folder}: no {_LATEST} there; name a folder that --save wrote")
-    source = folder / (folder / _LATEST).read_text().strip()
+    source = _source(folder)
     for part in optimizer.chained_optimizers:
         # torch's Adam has no moments before its first step, and the loader fills them in place.
         part._init_optimizer_states_with_dummy_values()
@@ -44,6 +45,17 @@ def load(folder: Path, model: Any, optimizer: Any) -> int:
     for number, part in enumerate(optimizer.chained_optimizers):
         _set_moments(part, state["moments"][number], int(state["step"]))
     return int(state["step"])
+
+
+def _source(folder: Path) -> Path:
+    if (folder / _LATEST).is_file():
+        return folder / (folder / _LATEST).read_text().strip()
+    if dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        return folder
+    raise ValueError(
+        f"--load {folder} holds neither {_LATEST} nor a checkpoint: name a folder that --save "
+        "wrote, or a step_ folder in it"
+    )
 
 
 def _set_moments(part: Any, moments: dict[int, Any], step: int) -> None:
