@@ -1,0 +1,91 @@
+"""Every piece of inline PTX, one small function each. Addresses are Int64 global addresses."""
+
+from __future__ import annotations
+
+from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass.cute.arch import inline_ptx
+
+SCALARS = {"s32": Int32, "u32": Uint32, "f32": Float32, "s64": Int64}
+
+
+def load16(address: Int64) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """``ld.global.v4.u32``: 16 bytes that may change between kernels."""
+    return inline_ptx(
+        "ld.global.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def load16_streaming(address: Int64) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """``ld.global.nc.L1::no_allocate.v4``: 16 bytes read once that nobody writes in this kernel."""
+    return inline_ptx(
+        "ld.global.nc.L1::no_allocate.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+def store16(address: Int64, words: tuple[Uint32, Uint32, Uint32, Uint32]) -> None:
+    """``st.global.v4.u32``: 16 bytes, also to a peer's memory."""
+    inline_ptx(
+        "st.global.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *words],
+    )
+
+
+def load(address: Int64, kind: str) -> Int32 | Uint32 | Float32 | Int64:
+    """``ld.global``: one scalar of kind s32, u32, f32 or s64."""
+    return inline_ptx(
+        f"ld.global.{kind} {{$w0}}, [{{$r0}}];",
+        write_only_types=[SCALARS[kind]],
+        read_only_args=[address],
+    )
+
+
+def store(address: Int64, value: Int32 | Uint32 | Float32 | Int64, kind: str) -> None:
+    """``st.global``: one scalar of kind s32, u32, f32 or s64, also to a peer's memory."""
+    inline_ptx(f"st.global.{kind} [{{$r0}}], {{$r1}};", read_only_args=[address, value])
+
+
+def load_acquire_sys(address: Int64) -> Int32:
+    """``ld.acquire.sys``: a flag; what its writer released before is visible afterwards."""
+    return inline_ptx(
+        "ld.acquire.sys.global.s32 {$w0}, [{$r0}];",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
+
+
+def store_release_sys(address: Int64, value: Int32) -> None:
+    """``st.release.sys``: a flag; publishes what this thread wrote before."""
+    inline_ptx("st.release.sys.global.s32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def add_acq_rel_gpu(address: Int64, value: Int32) -> Int32:
+    """``atom.add.acq_rel.gpu``: the old value of a counter of this GPU."""
+    return inline_ptx(
+        "atom.add.acq_rel.gpu.global.s32 {$w0}, [{$r0}], {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[address, value],
+    )
+
+
+def fence_sys() -> None:
+    """``fence.acq_rel.sys``: orders this thread's accesses for every GPU and the host."""
+    inline_ptx("fence.acq_rel.sys;")
+
+
+def nanosleep(nanoseconds: int) -> None:
+    """``nanosleep``: give way for about this long."""
+    inline_ptx(f"nanosleep.u32 {nanoseconds};")
+
+
+def global_nanoseconds() -> Int64:
+    """``%globaltimer``: nanoseconds, in coarse steps, comparable within a GPU."""
+    return Int64(cute.arch.globaltimer())
+
+
+def trap() -> None:
+    """``trap``: end the kernel; the CUDA context is lost with it."""
+    inline_ptx("trap;")

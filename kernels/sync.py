@@ -1,0 +1,183 @@
+"""The protocol between ranks: stages, flags, bounded waits, and what is written on a fault.
+
+Invariants:
+
+- ``flags[stage, src]`` on rank d is written by rank src alone, with a growing epoch. It is never
+  reset, so a captured graph can be replayed.
+- A stage's epoch lives in ``epochs[stage]`` of the rank's own control block. A launch works with
+  ``epochs[stage] + 1``; its last block stores that value. All ranks launch the stages in one order,
+  so a stage has the same epoch on all of them.
+- Epochs are compared by signed difference: they may wrap around.
+- A flag is stored with release at system scope, after `last_block` has ordered the stores of all
+  blocks before it, and read with acquire at system scope.
+- Every wait is bounded. Past the bound the waiting thread writes a fault record to pinned host
+  memory, makes it visible, and traps.
+
+A buffer may be overwritten when:
+
+======================  =========================================================================
+receive rows            each reader has signalled RECEIVE_FREE for the last dispatch
+combine rows            each owner has signalled GATHERED for the last pre-sum
+counts                  always: two halves by the epoch's parity, and an exchange waits for all
+slots                   the reader has signalled SLOTS_FREE for the last push
+slot gradients          each home has signalled PULLED for the last pull
+======================  =========================================================================
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, cute
+from moonep_megatron.kernels import ptx
+
+STAGE_NAMES = (
+    "exchanged",
+    "receive rows free",
+    "dispatched",
+    "summed",
+    "gathered",
+    "slots free",
+    "pushed",
+    "gradients ready",
+    "pulled",
+)
+(
+    EXCHANGED,
+    RECEIVE_FREE,
+    DISPATCHED,
+    SUMMED,
+    GATHERED,
+    SLOTS_FREE,
+    PUSHED,
+    GRADS_READY,
+    PULLED,
+) = range(len(STAGE_NAMES))
+STAGES = len(STAGE_NAMES)
+
+# The control block, int32: epochs[STAGES], then arrivals[STAGES] (zero between launches).
+CONTROL_INTS = 2 * STAGES
+# The fault record, int32: valid, rank, peer, layer, stage, epoch expected, epoch seen.
+FAULT_FIELDS = ("valid", "rank", "peer", "layer", "stage", "expected", "seen")
+_POLL_NS = 100
+
+
+@cute.jit
+def next_epoch(control: Int64, stage: cutlass.Constexpr[int]) -> Int32:
+    """The epoch that this launch of a stage works with."""
+    return ptx.load(control + stage * 4, "s32") + 1
+
+
+@cute.jit
+def current_epoch(control: Int64, stage: cutlass.Constexpr[int]) -> Int32:
+    """The epoch of a stage's last finished launch."""
+    return ptx.load(control + stage * 4, "s32")
+
+
+@cute.jit
+def finish_epoch(control: Int64, stage: cutlass.Constexpr[int], epoch: Int32) -> None:
+    """Store the epoch of a launch; one thread of its last block calls this."""
+    ptx.store(control + stage * 4, epoch, "s32")
+
+
+def flag_offset(flags: Int64, stage: int, ranks: Int32) -> Int64:
+    """Offset of ``flags[stage, 0]`` behind a rank's base address, given that of the region."""
+    return flags + Int64(stage * 4) * Int64(ranks)
+
+
+@cute.jit
+def wait(
+    address: Int64,
+    epoch: Int32,
+    peer: Int32,
+    stage: cutlass.Constexpr[int],
+    fault_address: Int64,
+    timeout_ns: Int64,
+    rank: Int32,
+    layer: Int32,
+) -> None:
+    """One thread waits until the flag at ``address`` has reached ``epoch``."""
+    seen = ptx.load_acquire_sys(address)
+    if seen - epoch < 0:
+        end = ptx.global_nanoseconds() + timeout_ns
+        while seen - epoch < 0:
+            ptx.nanosleep(_POLL_NS)
+            seen = ptx.load_acquire_sys(address)
+            if seen - epoch < 0 and ptx.global_nanoseconds() > end:
+                fields = (rank, peer, layer, Int32(stage), epoch, seen)
+                for i in cutlass.range_constexpr(len(FAULT_FIELDS) - 1):
+                    ptx.store(fault_address + (i + 1) * 4, fields[i], "s32")
+                ptx.fence_sys()
+                # "valid" last, so that the host never reads half a record.
+                ptx.store_release_sys(fault_address, Int32(1))
+                ptx.trap()
+
+
+@cute.jit
+def wait_all(
+    flags: Int64,
+    ranks: Int32,
+    epoch: Int32,
+    stage: cutlass.Constexpr[int],
+    fault_address: Int64,
+    timeout_ns: Int64,
+    rank: Int32,
+    layer: Int32,
+) -> None:
+    """All threads of a block (at least R): wait for ``flags[r]`` of every rank r.
+
+    Args:
+        flags: address of ``flags[stage, 0]`` in this rank's own memory.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    if thread < ranks:
+        wait(
+            flags + Int64(thread) * 4, epoch, thread, stage, fault_address, timeout_ns, rank, layer
+        )
+    # The barrier carries what thread r acquired to the whole block.
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def signal_all(peers: cute.Tensor, flag: Int64, ranks: Int32, epoch: Int32) -> None:
+    """Threads of one block (at least R): store ``epoch`` into a flag on every rank.
+
+    Args:
+        flag: offset of ``flags[stage, me]``.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    if thread < ranks:
+        ptx.store_release_sys(peers[thread] + flag, epoch)
+
+
+@cute.jit
+def last_block(arrivals: Int64, blocks: Int32) -> Boolean:
+    """Whether this block is the last of its grid to come here; all threads call it, once.
+
+    Every store of every block before its call is ordered, at system scope, before whatever the
+    last block does next. The counter is zero again afterwards.
+
+    Args:
+        arrivals: address of the stage's grid counter.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    # Every thread fences its own stores for the peers; the barrier and thread 0's atomic then carry
+    # them to the last block (cumulativity).
+    ptx.fence_sys()
+    smem = cutlass.utils.SmemAllocator()
+    word = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
+    cute.arch.sync_threads()
+    if thread == 0:
+        before = ptx.add_acq_rel_gpu(arrivals, Int32(1))
+        if before == blocks - 1:
+            ptx.store(arrivals, Int32(0), "s32")
+        word[0] = before
+    cute.arch.sync_threads()
+    last = word[0] == blocks - 1
+    if last:
+        ptx.fence_sys()
+    return last
+
+
+def arrivals(control: Int64, stage: int) -> Int64:
+    """Address of a stage's grid counter."""
+    return control + (STAGES + stage) * 4
