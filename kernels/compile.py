@@ -74,7 +74,7 @@ def compiled(config: Config) -> Callable[..., None]:
 
 
 def cache_folder() -> Path:
-    """Where object files lie: $MOONEP_KERNEL_CACHE, else the user's cache; by source and versions."""
+    """Folder of object files, by source and versions: $MOONEP_KERNEL_CACHE, else the user's cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moonep_megatron"
     return Path(os.environ.get(CACHE_VARIABLE, default)) / _fingerprint()
 

@@ -1,0 +1,91 @@
+"""Every kernel configuration compiled for sm_90a, without a GPU, and its code looked at."""
+
+import importlib
+import pkgutil
+import re
+import subprocess
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs the extra: pip install 'moonep-megatron[gpu]'")
+triton = pytest.importorskip("triton")
+
+from moonep_megatron import kernels  # noqa: E402
+from moonep_megatron.kernels import compile as kernel_compile  # noqa: E402
+
+# Registers of a thread that a block of 512 leaves to each: 65536 / 512.
+MOST_REGISTERS = 128
+
+
+def all_configs():
+    for module in pkgutil.iter_modules(kernels.__path__):
+        configs = getattr(
+            importlib.import_module(f"{kernels.__name__}.{module.name}"), "configs", None
+        )
+        for config in configs() if configs else ():
+            yield pytest.param(config, id=f"{module.name}-{config!r}")
+
+
+@pytest.fixture(scope="module", params=list(all_configs()))
+def compiled(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kernel")
+    code = kernel_compile.compile_fresh(
+        request.param, f"--keep-ptx --keep-cubin --dump-dir {folder}"
+    )
+    return request.param, code.__ptx__, next(folder.glob("*.cubin"))
+
+
+def test_no_spills_and_few_registers(compiled):
+    _, _, cubin = compiled
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run(
+        [tool, "-res-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    found = re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
+    assert found, usage
+    for registers, stack, local in found:
+        assert int(registers) <= MOST_REGISTERS
+        assert (int(stack), int(local)) == (0, 0), usage
+
+
+def test_no_floating_point_atomics(compiled):
+    assert not re.search(r"\b(atom|red)\S*\.(f16|bf16|f32|f64)", compiled[1])
+
+
+def test_flags_are_stored_with_release_and_read_with_acquire(compiled):
+    ptx = compiled[1]
+    config = compiled[0]
+    if getattr(config, "signals", True):
+        assert "st.release.sys.global.s32" in ptx
+    if getattr(config, "waits", True):
+        assert "ld.acquire.sys.global.s32" in ptx
+        assert "trap;" in ptx
+
+
+def test_rows_move_in_sixteen_bytes(compiled):
+    if not getattr(compiled[0], "moves_rows", False):
+        pytest.skip("moves no rows")
+    ptx = compiled[1]
+    assert re.search(r"ld\.global\S*\.v4\.(u32|b32)", ptx)
+    assert re.search(r"st\.global\S*\.v4\.(u32|b32)", ptx)
+
+
+def test_two_processes_share_one_cache_entry(tmp_path, monkeypatch):
+    configs = [p.values[0] for p in all_configs()]
+    if not configs:
+        pytest.skip("no kernels")
+    monkeypatch.setenv(kernel_compile.CACHE_VARIABLE, str(tmp_path))
+    with ProcessPoolExecutor(2) as pool:
+        loaded = list(pool.map(_load, [configs[0]] * 2))
+    assert all(loaded)
+    assert len(list(tmp_path.rglob("*.o"))) == 1
+    damaged = next(tmp_path.rglob("*.o"))
+    damaged.write_bytes(b"not an object file")
+    with ProcessPoolExecutor(1) as pool:
+        assert pool.submit(_load, configs[0]).result()
+
+
+def _load(config) -> bool:
+    return callable(kernel_compile.compiled(config))
