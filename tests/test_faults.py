@@ -61,6 +61,26 @@ def test_more_tokens_than_max_tokens() -> None:
     assert run_ranks(3, _forward, case) == ["passed"] * 3
 
 
+def _first_small_then_large() -> None:
+    tokens = ((2, 5, 3), (5, 5, 0), (1, 6, 2))
+    options = (("max_tokens", None),)
+    routing = ("uniform",) * 3
+    case = Case(name="", ranks=3, experts=6, tokens=tokens, routing=routing, moonep=options)
+    layer = build(case, "moonep")
+    for m in range(3):
+        layer.router.microbatch = m
+        output = layer(batch(case, m, dist.get_rank()).tokens_sH[:, None])[0]
+        assert len(output) == tokens[m][dist.get_rank()]
+
+
+def test_capacity_agreed_at_the_first_forward() -> None:
+    """Without the flag the largest rank of the first forward decides; more is an error on all."""
+    for failure in _failures(3, _first_small_then_large):
+        assert failure.kind == "ValueError"
+        for part in ("rank 1", "6 tokens", "--moe-moonep-max-tokens"):
+            assert part in failure.message
+
+
 @pytest.mark.parametrize("bad", [6, 1_000_000, -2])
 def test_ids_out_of_range(bad: int) -> None:
     for failure in _failures(3, _by_ids, bad):

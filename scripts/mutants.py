@@ -1,0 +1,300 @@
+"""Break the package in one place at a time, and see that the tests notice.
+
+    python scripts/mutants.py            all mutations
+    python scripts/mutants.py wave pull  those whose name contains one of the words
+
+Each mutation is applied to a copy of the package in a temporary folder, where its tests run. The
+exit status is 1 when the tests fail without a mutation, or pass with one.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = (
+    "moonep_megatron",
+    "kernels",
+    "tests",
+    "scripts",
+    "configs",
+    "pyproject.toml",
+    "README.md",
+)
+LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Replace ``old``, which occurs exactly once in ``file``, by ``new``; then run ``tests``."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+EXPERTS, COLLECTIVE = "experts.py", "backends/collective.py"
+MUTATIONS = (
+    Mutation(
+        "duplicate gradient dropped",
+        COLLECTIVE,
+        "targets_n[expert].add_(gradient)",
+        "pass",
+        "tests/test_layer.py::test_every_skew[2]",
+    ),
+    Mutation(
+        "pull added twice",
+        COLLECTIVE,
+        "targets_n[expert].add_(gradient)",
+        "targets_n[expert].add_(gradient, alpha=2)",
+        "tests/test_gradients.py::test_every_place_of_gradients[main_grad]",
+    ),
+    Mutation(
+        "local-first off",
+        "plan.py",
+        "local_RE = torch.minimum(counts_RE, rows_RE)",
+        "local_RE = torch.zeros_like(rows_RE)",
+        "tests/test_plan.py",
+    ),
+    Mutation(
+        "source order shuffled",
+        "plan.py",
+        "left_start_ER = left_ER.reshape(-1).cumsum(0).view_as(left_ER) - left_ER",
+        "left_start_ER = (\n        left_ER.sum(1).cumsum(0)[:, None] - left_ER.cumsum(1)\n    )",
+        "tests/test_plan.py",
+    ),
+    Mutation(
+        "fusion flag unset",
+        EXPERTS,
+        "parameter.grad_added_to_main_grad = True",
+        "parameter.grad_added_to_main_grad = False",
+        "tests/test_gradients.py::test_every_place_of_gradients[fused]",
+    ),
+    Mutation(
+        "dummy gradient None",
+        EXPERTS,
+        "return _dummies[key].detach()",
+        "return None",
+        "tests/test_gradients.py::test_every_place_of_gradients[fused]",
+    ),
+    Mutation(
+        "probability gradient dropped",
+        EXPERTS,
+        "return None, d_receive_MH, sweep.d_probs_N, *returned",
+        "return None, d_receive_MH, torch.zeros_like(sweep.d_probs_N), *returned",
+        "tests/test_layer.py::test_every_skew[2]",
+    ),
+    Mutation(
+        "stale weights pushed",
+        EXPERTS,
+        "call.backend.push_weights(call.route, wave, projection.weights(), slots)",
+        "now = [weight.clone() for weight in projection.weights()]\n"
+        "        first = projection.__dict__.setdefault('first', now)\n"
+        "        call.backend.push_weights(call.route, wave, first, slots)",
+        "tests/test_gradients.py::test_optimizer_steps_equal_those_of_alltoall",
+    ),
+    Mutation(
+        "parameter all-gather not awaited",
+        "layer.py",
+        "self.home.replay_pre_hooks()",
+        "pass",
+        "tests/test_gradients.py::test_optimizer_steps_equal_those_of_alltoall",
+    ),
+    Mutation(
+        "a wave skipped in forward",
+        EXPERTS,
+        "for wave in range(call.route.waves):\n        push(call, wave)",
+        "for wave in range(min(call.route.waves, 1)):\n        push(call, wave)",
+        "tests/test_layer.py::test_waves_of_few_slots",
+    ),
+    Mutation(
+        "a wave skipped in backward",
+        EXPERTS,
+        "for wave in range(call.route.waves):\n            sweep.foreign(wave, gradients)",
+        "for wave in range(min(call.route.waves, 1)):\n            sweep.foreign(wave, gradients)",
+        "tests/test_layer.py::test_waves_of_few_slots",
+    ),
+    Mutation(
+        "one row too many on a rank",
+        "plan.py",
+        "caps = [share + (d < extra) for d in range(ranks)]",
+        "caps = [share + (d < extra) for d in range(ranks)]\n"
+        "    if ranks > 1 and share:\n"
+        "        caps[0], caps[-1] = caps[0] + 1, caps[-1] - 1",
+        "tests/test_layer.py::test_every_skew[3]",
+    ),
+    Mutation(
+        "slots not refilled in backward",
+        EXPERTS,
+        "push(call, wave)\n        self._rows(",
+        "self._rows(",
+        "tests/test_layer.py::test_every_skew[3]",
+    ),
+    Mutation(
+        "slot gradients accumulated over passes",
+        EXPERTS,
+        "bounds, accumulate=False)",
+        "bounds, accumulate=True)",
+        "tests/test_layer.py::test_every_skew[3]",
+    ),
+    Mutation(
+        "home gradient overwrites the pulled one",
+        EXPERTS,
+        "self._weights(grad1, grad2, bounds, accumulate=True)",
+        "self._weights(grad1, grad2, bounds, accumulate=False)",
+        "tests/test_gradients.py::test_every_place_of_gradients[fused]",
+    ),
+    Mutation(
+        "order of home experts ignored",
+        COLLECTIVE,
+        "home_order_Rn=home_order_Rn.cpu()",
+        "home_order_Rn=None",
+        "tests/test_layer.py::test_activations_in_every_form_of_weights",
+    ),
+    Mutation(
+        "probability applied twice on the input",
+        "layer.py",
+        "probs = torch.ones_like(probs)",
+        "probs = probs.clone()",
+        "tests/test_layer.py::test_clamp_offset_and_probabilities_on_the_input",
+    ),
+    Mutation(
+        "clamp of the linear half forgotten",
+        "layer.py",
+        "gate.clamp(max=clamp), linear.clamp(min=-clamp, max=clamp)",
+        "gate.clamp(max=clamp), linear",
+        "tests/test_layer.py::test_clamp_offset_and_probabilities_on_the_input",
+    ),
+    Mutation(
+        "token limit not checked",
+        COLLECTIVE,
+        "self.max_tokens is not None and tokens > self.max_tokens",
+        "self.max_tokens is None",
+        "tests/test_faults.py::test_more_tokens_than_max_tokens",
+    ),
+    Mutation(
+        "ids out of range not refused",
+        COLLECTIVE,
+        "bad = ((ids_sK < -1) | (ids_sK >= self.num_experts)).sum()",
+        "bad = (ids_sK < -9).sum()",
+        "tests/test_faults.py::test_ids_out_of_range",
+    ),
+    Mutation(
+        "a rank with nothing to send leaves an exchange",
+        COLLECTIVE,
+        "if self.size == 1:\n            return x\n",
+        "if self.size == 1:\n            return x\n"
+        "        if not len(x):\n            return x.new_zeros(sum(received), *x.shape[1:])\n",
+        "tests/test_layer.py::test_s0_rank_and_s0_all_ranks",
+    ),
+    Mutation(
+        "slots kept as a buffer",
+        "layer.py",
+        "self.router_histogram: Tensor | None = None",
+        "self.router_histogram = None\n        self.register_buffer('slot', torch.zeros(1))",
+        "tests/test_checkpoint.py::test_slot_is_not_expert",
+    ),
+    Mutation(
+        "a grouped row takes its neighbour's probability",
+        COLLECTIVE,
+        "probs_N.index_copy_(0, route.received_entry_C, arrived_C)",
+        "probs_N.index_copy_(0, route.received_entry_C, arrived_C.roll(1))",
+        "tests/test_dispatcher.py::test_every_entry_is_computed_once_by_its_expert",
+    ),
+)
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
+    if not chosen:
+        print(f"no mutation has one of {words} in its name")
+        return 1
+    # Texts first: a mutation that no longer applies must not cost an hour to find out.
+    for mutation in chosen:
+        mutated_text(mutation)
+    print("without a mutation: ", end="", flush=True)
+    failed, seconds = run_tests(None, sorted({m.tests for m in chosen}))
+    if failed:
+        print(f"the tests fail already: {', '.join(failed)}")
+        return 1
+    print(f"all tests pass, {seconds:.0f} s")
+    survivors = [mutation.name for mutation in chosen if not caught(mutation)]
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutations caught")
+    if survivors:
+        print("SURVIVED: " + ", ".join(survivors))
+    return 1 if survivors else 0
+
+
+def caught(mutation: Mutation) -> bool:
+    """Run a mutation's tests on the mutated copy and print what noticed."""
+    print(f"{mutation.name}: ", end="", flush=True)
+    failed, seconds = run_tests(mutation, [mutation.tests])
+    if not failed:
+        print(f"SURVIVED {mutation.tests}")
+        return False
+    print(f"caught by {', '.join(failed)}, {seconds:.0f} s")
+    return True
+
+
+def mutated_text(mutation: Mutation) -> str:
+    """The whole file with the mutation in it.
+
+    Raises:
+        SystemExit: the old text does not occur exactly once.
+    """
+    text = (ROOT / "moonep_megatron" / mutation.file).read_text()
+    found = text.count(mutation.old)
+    if found != 1:
+        raise SystemExit(
+            f"mutation '{mutation.name}' does not apply: its text occurs {found} times in "
+            f"moonep_megatron/{mutation.file}; bring scripts/mutants.py up to date"
+        )
+    return text.replace(mutation.old, mutation.new)
+
+
+def run_tests(mutation: Mutation | None, tests: list[str]) -> tuple[list[str], float]:
+    """Run tests in a copy, up to the first failure; what failed, and the seconds it took."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant") as folder:
+        copy_to(Path(folder))
+        if mutation is not None:
+            (Path(folder) / "moonep_megatron" / mutation.file).write_text(mutated_text(mutation))
+        # -m puts the folder first on the path, before any installed copy of the package.
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider"]
+        try:
+            done = subprocess.run(
+                [*command, *tests],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S * len(tests),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return ["the time limit"], time.monotonic() - start
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if not failed and done.returncode not in (0, 1):
+        raise SystemExit(f"pytest did not run:\n{done.stdout}\n{done.stderr}")
+    return failed, time.monotonic() - start
+
+
+def copy_to(folder: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=ignored)
+        elif source.exists():
+            shutil.copy(source, folder / name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
