@@ -74,10 +74,6 @@ def _clamp_ignored_by_fusion(value: Any, at: _Settings) -> bool:
     return value is not None and fused and at.activation_func.__name__ == "silu"
 
 
-def _recomputes_activation(value: Any, at: _Settings) -> bool:
-    return at.recompute_granularity == "selective" and "moe_act" in (value or ())
-
-
 def _biased_twice(value: Any, at: _Settings) -> bool:
     return value is not None and at.moe_moonep_force_maxvio is not None
 
@@ -231,13 +227,6 @@ REFUSED: tuple[Refusal, ...] = (
         "save_activations_interval",
         "save_dgrads_interval",
         "save_tokens_per_expert_interval",
-    ),
-    Refusal(
-        "recompute_modules",
-        _MLP,
-        when="containing `moe_act`",
-        refused=_recomputes_activation,
-        remedy="recompute all of moe, or leave moe_act out",
     ),
     Refusal("moe_shared_expert_overlap", "shared experts run before the router"),
     Refusal(

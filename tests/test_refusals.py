@@ -95,9 +95,6 @@ REFUSED_CASES = {
     "save_activations_interval": [{"save_activations_interval": 10}],
     "save_dgrads_interval": [{"save_dgrads_interval": 10}],
     "save_tokens_per_expert_interval": [{"save_tokens_per_expert_interval": 10}],
-    "recompute_modules": [
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe_act"]}
-    ],
     "moe_shared_expert_overlap": [{"moe_shared_expert_overlap": True}],
     "overlap_moe_expert_parallel_comm": [{"overlap_moe_expert_parallel_comm": True}],
     "delay_wgrad_compute": [{"delay_wgrad_compute": True}],
@@ -135,7 +132,7 @@ ACCEPTED = [
         "glu_linear_offset": 1.0,
     },
     {"recompute_granularity": "selective", "recompute_modules": ["moe", "shared_experts"]},
-    {"recompute_granularity": "full", "recompute_modules": ["moe_act"]},
+    {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe_act"]},
     {"moe_router_force_biased": 1.0},
     {"moe_moonep_force_maxvio": 2.0},
     {"distributed_timeout_minutes": 10},

@@ -26,6 +26,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    # Asks for nothing new: the activation is always computed again in backward.
+    "moe_act": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe_act"],
+        "moe_grouped_gemm": True,
+    },
     "full": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -67,8 +73,9 @@ def test_loss_parity_dispatchers(overlap: bool) -> None:
 
 def test_recompute_moe_full() -> None:
     """Selective and full recompute end, after several steps, in the bits of no recompute."""
-    for plain, moe, full in run_ranks(2, _train_recomputing):
-        for losses, weights in (moe, full):
+    for plain, *recomputing in run_ranks(2, _train_recomputing):
+        assert len(recomputing) == len(RECOMPUTE)
+        for losses, weights in recomputing:
             assert losses == plain[0]
             assert all(torch.equal(weights[name], plain[1][name]) for name in weights)
 
