@@ -74,7 +74,7 @@ def compiled(config: Config) -> Callable[..., None]:
 
 
 def cache_folder() -> Path:
-    """Folder of object files, by source and versions: $MOONEP_KERNEL_CACHE, else the user's cache."""
+    """Folder of object files by source and versions; $MOONEP_KERNEL_CACHE overrides the user's."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moonep_megatron"
     return Path(os.environ.get(CACHE_VARIABLE, default)) / _fingerprint()
 
