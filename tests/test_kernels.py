@@ -12,8 +12,9 @@ import pytest
 pytest.importorskip("cutlass", reason="needs the extra: pip install 'moonep-megatron[gpu]'")
 triton = pytest.importorskip("triton")
 
-from moonep_megatron import kernels  # noqa: E402
 from moonep_megatron.kernels import compile as kernel_compile  # noqa: E402
+
+from moonep_megatron import kernels  # noqa: E402
 
 # Registers of a thread that a block of 512 leaves to each: 65536 / 512.
 MOST_REGISTERS = 128
