@@ -89,3 +89,25 @@ def global_nanoseconds() -> Int64:
 def trap() -> None:
     """``trap``: end the kernel; the CUDA context is lost with it."""
     inline_ptx("trap;")
+
+
+def load_byte(address: Int64) -> Uint32:
+    """``ld.global.u8``: one byte, zero-extended."""
+    return inline_ptx(
+        "ld.global.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address]
+    )
+
+
+# Loads of one floating-point value as fp32, by dtype.
+FLOAT_LOADS = {
+    "float32": "ld.global.f32 {$w0}, [{$r0}];",
+    "bfloat16": "{ .reg .b16 h; ld.global.b16 h, [{$r0}]; cvt.f32.bf16 {$w0}, h; }",
+    "float16": "{ .reg .b16 h; ld.global.b16 h, [{$r0}]; cvt.f32.f16 {$w0}, h; }",
+    "float64": "{ .reg .f64 d; ld.global.f64 d, [{$r0}]; cvt.rn.f32.f64 {$w0}, d; }",
+}
+FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+def load_float(address: Int64, dtype: str) -> Float32:
+    """One value of a dtype of ``FLOAT_LOADS``, as fp32."""
+    return inline_ptx(FLOAT_LOADS[dtype], write_only_types=[Float32], read_only_args=[address])
