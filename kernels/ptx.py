@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.arch import inline_ptx
 
 SCALARS = {"s32": Int32, "u32": Uint32, "f32": Float32, "s64": Int64}
@@ -32,6 +32,74 @@ def store16(address: Int64, words: tuple[Uint32, Uint32, Uint32, Uint32]) -> Non
         "st.global.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, *words],
     )
+
+
+def load16_if(
+    condition: Boolean, address: Int64, *, streaming: bool
+) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """16 bytes, or zeros where the condition does not hold (nothing is read there).
+
+    Args:
+        streaming: nobody writes these bytes while the kernel runs, so ``.nc`` is allowed.
+    """
+    load = f"ld.global{'.nc' if streaming else ''}.L1::no_allocate.v4.u32"
+    return inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; "
+        "mov.u32 {$w0}, 0; mov.u32 {$w1}, 0; mov.u32 {$w2}, 0; mov.u32 {$w3}, 0; "
+        "@p " + load + " {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r1}]; }",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[Int32(condition), address],
+    )
+
+
+def store16_if(
+    condition: Boolean, address: Int64, words: tuple[Uint32, Uint32, Uint32, Uint32]
+) -> None:
+    """``st.global.v4.u32`` where the condition holds, also to a peer's memory."""
+    inline_ptx(
+        "st.global.v4.u32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *words],
+        predicate=condition,
+    )
+
+
+def unpack(word: Uint32, dtype: type) -> tuple[Float32, ...]:
+    """The fp32 values of one word of BFloat16, Float16 (two, low half first) or Float32 (one)."""
+    code, count = {
+        "BFloat16": ("shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;", 2),
+        "Float16": (
+            "{ .reg .b16 a, b; mov.b32 {a, b}, {$r0}; "
+            "cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; }",
+            2,
+        ),
+        "Float32": ("mov.b32 {$w0}, {$r0};", 1),
+    }[dtype.__name__]
+    values = inline_ptx(code, write_only_types=[Float32] * count, read_only_args=[word])
+    return values if count > 1 else (values,)
+
+
+def pack(values: tuple[Float32, ...], dtype: type) -> Uint32:
+    """The inverse of `unpack`, each value rounded to nearest even."""
+    code = {
+        "BFloat16": "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
+        "Float16": "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};",
+        "Float32": "mov.b32 {$w0}, {$r0};",
+    }[dtype.__name__]
+    return inline_ptx(code, write_only_types=[Uint32], read_only_args=[*values])
+
+
+def load8(address: Int64) -> tuple[Uint32, Uint32]:
+    """``ld.global.v2.u32``: 8 bytes that may change between kernels."""
+    return inline_ptx(
+        "ld.global.v2.u32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[address],
+    )
+
+
+def store8(address: Int64, words: tuple[Uint32, Uint32]) -> None:
+    """``st.global.v2.u32``: 8 bytes."""
+    inline_ptx("st.global.v2.u32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *words])
 
 
 def load(address: Int64, kind: str) -> Int32 | Uint32 | Float32 | Int64:

@@ -54,8 +54,11 @@ STAGE_NAMES = (
 ) = range(len(STAGE_NAMES))
 STAGES = len(STAGE_NAMES)
 
-# The control block, int32: epochs[STAGES], then arrivals[STAGES] (zero between launches).
-CONTROL_INTS = 2 * STAGES
+# Most copies of a wave that leave one home: one a holder and slot, R*B <= E.
+MAX_COPIES = 1024
+# The control block, int32: epochs[STAGES], arrivals[STAGES], copies[2 * MAX_COPIES] (grid counters
+# of a push, one a copy and projection). All counters are zero between launches.
+CONTROL_INTS = 2 * STAGES + 2 * MAX_COPIES
 # The fault record, int32: valid, rank, peer, layer, stage, epoch expected, epoch seen.
 FAULT_FIELDS = ("valid", "rank", "peer", "layer", "stage", "expected", "seen")
 _POLL_NS = 100
@@ -181,3 +184,8 @@ def last_block(arrivals: Int64, blocks: Int32) -> Boolean:
 def arrivals(control: Int64, stage: int) -> Int64:
     """Address of a stage's grid counter."""
     return control + (STAGES + stage) * 4
+
+
+def copy_arrivals(control: Int64, copy: Int32) -> Int64:
+    """Address of the grid counter of one copy of a push."""
+    return control + 2 * STAGES * 4 + Int64(copy) * 4
