@@ -132,16 +132,19 @@ def _kernel(
     if cutlass.const_expr(not config.by_token):
         # Grouped rows behind the cap hold what an earlier pass left.
         last = cutlass.min(most, ptx.load(cap, "s32"))
-    next_row = _rows_of(rows_of, source_row, warp, last, lane, config)
+    next_row = rows.entry(rows_of, warp, last, lane, config.topk)
+    next_carrier = _carrier(source_row, warp, last, config)
     mine = peers[rank]
     gathered = mine + sync.flag_offset(flags, sync.GATHERED, ranks)
     sync.wait_all(gathered, ranks, epoch - 1, sync.GATHERED, fault, timeout_ns, rank, layer)
     for m in cutlass.range(warp, last, warps, unroll=1):
-        row = next_row
-        next_row = _rows_of(rows_of, source_row, m + warps, last, lane, config)
+        row, carrier = next_row, next_carrier
+        next_row = rows.entry(rows_of, m + warps, last, lane, config.topk)
+        next_carrier = _carrier(source_row, m + warps, last, config)
         # The rows stand in front, so lane i has the i-th.
         count = cute.arch.popc(cute.arch.vote_ballot_sync(row >= 0))
-        if count > 0:
+        # A grouped row that carries no token keeps an old rows_of.
+        if count > 0 and carrier == m:
             out = mine + combine + Int64(m) * (chunks * rows.CHUNK)
             rows.sum_rows(
                 grouped + Int64(row) * stride, count, out, chunks, lane, config.dtype, True
@@ -156,24 +159,14 @@ def _kernel(
 
 
 @cute.jit
-def _rows_of(
-    rows_of: Int64,
-    source_row: Int64,
-    m: Int32,
-    last: Int32,
-    lane: Int32,
-    config: cutlass.Constexpr[Presum],
-) -> Int32:
-    """Lane k's element of ``rows_of[m, :]``; -1 in all lanes where m is no token's receive row."""
-    row = rows.entry(rows_of, m, last, lane, config.topk)
+def _carrier(source_row: Int64, m: Int32, last: Int32, config: cutlass.Constexpr[Presum]) -> Int32:
+    """The receive row of grouped row m, which is m itself where it carries a token."""
+    carrier = m
     if cutlass.const_expr(not config.by_token):
-        carrier = m
+        carrier = Int32(-1)
         if m < last:
             carrier = ptx.load(source_row + Int64(m) * 4, "s32")
-        # A grouped row that carries no token keeps an old rows_of.
-        if carrier != m:
-            row = Int32(-1)
-    return row
+    return carrier
 
 
 @cute.jit
