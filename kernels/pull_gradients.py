@@ -41,6 +41,8 @@ def pull_gradients(
 ) -> None:
     """Launch the pull of one wave on the current stream. All ranks launch it, in the same order.
 
+    All pulls of a group must be ordered on their streams.
+
     Args:
         foreign_expert_Rn: int32 [R, n] on the device, the plan's.
         targets: int64 [n] on the device for FC1 and FC2, the address of each local expert's
@@ -48,7 +50,12 @@ def pull_gradients(
         dtype: of the targets: float32, bfloat16 or float16.
         sms: blocks.
         layer: what a fault record names.
+
+    Raises:
+        TypeError: for another dtype.
     """
+    if dtype not in _DTYPES:
+        raise TypeError(f"gradients are added in {', '.join(map(str, _DTYPES))}, not in {dtype}")
     foreign, which = duplicates.wave(foreign_expert_Rn, wave)
     kernel_compile.compiled(PullConfig(str(dtype)))(
         duplicates.memory.peers,
@@ -309,7 +316,11 @@ class PullConfig:
     """The pull kernel; ``dtype`` of the targets as torch prints it."""
 
     dtype: str
-    moves_rows: ClassVar[bool] = True
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether it also stores 16 bytes at once; narrow targets take 8 for 16 of gradients."""
+        return self.dtype == str(torch.float32)
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """See `compile.Config`."""

@@ -36,6 +36,10 @@ def push_weights(
 ) -> None:
     """Launch the push of one wave on the current stream. All ranks launch it, in the same order.
 
+    All pushes of a group must be ordered on their streams, and at most one be queued ahead of the
+    wave in use: one more would wait behind it, and with one hardware queue
+    (CUDA_DEVICE_MAX_CONNECTIONS=1) everything queued after it, `free_slots` too.
+
     Args:
         foreign_expert_Rn: int32 [R, n] on the device, the plan's.
         homes: int64 [n] on the device for FC1 and FC2, the address of each local expert's
