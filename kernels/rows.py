@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from moonep_megatron.backends.memory import Region, SymmetricMemory
 
 LANES = 32
+# Launches say min_blocks_per_mp=1. Without it the assembler saves registers for a second block, and
+# to do so uses each load before it issues the next: one load in flight instead of twelve.
 THREADS = 512
 WARPS = THREADS // LANES  # of a block
 MAX_TOPK = LANES
