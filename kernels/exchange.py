@@ -1,6 +1,6 @@
 """Exchange of the counts: afterwards every rank knows what every rank routes to every expert.
 
-Letters: E experts, R ranks, C chunks of tokens (see `moonep_megatron.kernels.compact`).
+Letters: E experts, R ranks, C chunks of tokens (see `moonep_megatron.kernels.counting`).
 
 Each block owns ``COLUMNS`` columns of the counts. It adds its columns over the chunks, stores the
 sums into every peer's ``counts[parity, me]``, and the last block to have done so signals. Every
@@ -19,7 +19,7 @@ import torch
 from cutlass import Int32, Int64, cute
 from moonep_megatron.kernels import compile as kc
 from moonep_megatron.kernels import ptx, sync, warp
-from moonep_megatron.kernels.compact import BAD, EXCESS, HEADER, TOKENS, chunks
+from moonep_megatron.kernels.counting import BAD, EXCESS, HEADER, TOKENS, chunks
 from torch import Tensor
 
 COLUMNS = warp.WARP
@@ -158,7 +158,7 @@ def exchange(
 
     Args:
         peers: int64 [R], addresses of all ranks' symmetric allocations.
-        counts_CE: from `moonep_megatron.kernels.compact`.
+        counts_CE: from `moonep_megatron.kernels.counting`.
         tokens, max_tokens: s and S.
         counts_offset: of int32 ``counts[2, R, E + HEADER]`` in the allocation.
         flags_offset: of int32 ``flags[STAGES, R]`` in the allocation.

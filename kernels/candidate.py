@@ -1,0 +1,75 @@
+"""The working state of one candidate of `moonep_megatron.kernels.rules`, in shared memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32, cute
+from moonep_megatron.kernels import warp
+
+# A table over the sets of ranks is for at most so many.
+EXACT_RANKS = 8
+SETS = 1 << EXACT_RANKS
+
+
+class State(NamedTuple):
+    """One candidate in shared memory; ranks are padded to whole warps with zero surplus."""
+
+    rows: cute.Tensor
+    """[R, n+1] rows of the experts left, falling from ``head`` on."""
+    expert: cute.Tensor
+    """[R, n+1] their numbers 0..n-1."""
+    after: cute.Tensor
+    """[R, n+1] sum of ``rows`` from here on."""
+    head: cute.Tensor
+    """[R] first expert left."""
+    cap: cute.Tensor
+    surplus: cute.Tensor
+    open: cute.Tensor
+    """[R] 1 where the rank may still be filled or take a place in the chain."""
+    received: cute.Tensor
+    """[R] experts received."""
+    sent: cute.Tensor
+    """[R] experts given away."""
+    donor: cute.Tensor
+    """[R] of each transfer; so are ``receiver`` and ``moved``, its rows."""
+    receiver: cute.Tensor
+    moved: cute.Tensor
+    scalars: cute.Tensor
+    """Number of fills, of transfers, and whether the candidate exists."""
+    ways: cute.Tensor
+    """[sets, 8] experts that a rank passes on when it enters a set last, for the subset table."""
+    cost: cute.Tensor
+    """[sets], least cost of a set, also of the second pass."""
+    last: cute.Tensor
+    """[sets], which member enters the set last."""
+    member: cute.Tensor
+    """[8] ranks of the subset table."""
+
+
+FILLS, TRANSFERS, EXISTS = range(3)
+
+
+def padded(ranks: int) -> int:
+    """Ranks, rounded up to whole warps."""
+    return -(-ranks // warp.WARP) * warp.WARP
+
+
+@cute.jit
+def allocate(ranks: cutlass.Constexpr[int], homes: cutlass.Constexpr[int]) -> State:
+    """Shared memory of a candidate."""
+    smem = cutlass.utils.SmemAllocator()
+    sizes = [ranks * (homes + 1)] * 3 + [padded(ranks)] * 9 + [4]
+    sizes += [SETS * EXACT_RANKS, SETS, SETS, EXACT_RANKS]
+    return State(
+        *[smem.allocate_tensor(Int32, cute.make_layout(size), byte_alignment=16) for size in sizes]
+    )
+
+
+@cute.jit
+def append(s: State, t: Int32, donor: Int32, receiver: Int32, moved: Int32) -> None:
+    """Write transfer number ``t``; one thread."""
+    s.donor[t] = donor
+    s.receiver[t] = receiver
+    s.moved[t] = moved

@@ -1,0 +1,324 @@
+"""The plan, solved on the device by every rank alone, bit for bit `moonep_megatron.plan.make_plan`.
+
+Letters: E experts, R ranks, n = E/R home experts of a rank.
+
+A block tries each candidate of `moonep_megatron.kernels.rules` and stores what it costs and which
+pieces move; the last block to finish takes the best and writes the plan and the tables of the
+destinations (`moonep_megatron.kernels.layout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import Boolean, Int32, Int64, cute
+from moonep_megatron.kernels import candidate, layout, ptx, rules, sync, warp
+from moonep_megatron.kernels import compile as kc
+from moonep_megatron.kernels.counting import MAX_EXPERTS
+from moonep_megatron.kernels.exchange import Exchanged
+from torch import Tensor
+
+PLANNERS = ("best", "pairs", "chain", "peel")
+# What ``rule`` of a plan counts: the rule that made it.
+RULES = ("pairs", "chain", "peel")
+MAX_RANKS = 128
+
+_THREADS = 512
+# What a candidate leaves in the scratch memory before its pieces: exists, most experts received,
+# most received or sent, all; then the experts received by each rank.
+_EXISTS, _WIDEST, _BUSIEST, _ALL = range(4)
+_RECEIVED = 4
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Compile-time constants of the plan."""
+
+    ranks: int
+    experts: int
+    planner: str
+
+    signals = waits = False
+
+    @property
+    def candidates(self) -> int:
+        """Blocks: pairs needs the last candidate, chain the first and pairs, the others all."""
+        return {"pairs": 1, "chain": min(self.ranks, 2)}.get(self.planner, self.ranks)
+
+    @property
+    def record(self) -> int:
+        """Ints of a candidate in the scratch memory, a multiple of four."""
+        return -(-(_RECEIVED + self.ranks) // 4) * 4 + 2 * self.experts
+
+    def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """See `moonep_megatron.kernels.compile.Config`."""
+        config = self
+
+        @cute.kernel
+        def kernel(
+            totals: cute.Tensor,
+            counts: Int64,
+            home_order: Int64,
+            scratch: Int64,
+            out: Int64,
+            rank: Int32,
+            slots: Int32,
+        ) -> None:
+            _solve(totals, scratch, config)
+            if sync.last_block(scratch, Int32(config.candidates)):
+                winner = _choose(scratch, out, slots, config)
+                layout.lay_out(
+                    layout.Inputs(totals, counts, home_order, winner + _RECEIVED * 4, out),
+                    winner + (config.record - 2 * config.experts) * 4,
+                    rank,
+                    config.ranks,
+                    config.experts,
+                    _THREADS,
+                )
+
+        @cute.jit
+        def launch(
+            totals: cute.Tensor,
+            counts: Int64,
+            home_order: Int64,
+            scratch: Int64,
+            out: Int64,
+            rank: Int32,
+            slots: Int32,
+            stream: Any,
+        ) -> None:
+            kernel(totals, counts, home_order, scratch, out, rank, slots).launch(
+                grid=[config.candidates, 1, 1], block=[_THREADS, 1, 1], stream=stream
+            )
+
+        example = (kc.vector(Int32), *[Int64(0)] * 4, *[Int32(0)] * 2, kc.stream())
+        return launch, example
+
+
+class Planner:
+    """Solves plans of one group of ranks and one number of experts.
+
+    Args:
+        ranks, experts: R up to 128 and E up to 1024.
+        planner: one of ``PLANNERS``.
+        slots: B, see `moonep_megatron.plan.make_plan`.
+        most_rows: rows that all ranks may route together, R*S*K.
+        device: this rank's GPU.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        experts: int,
+        *,
+        planner: str,
+        slots: int,
+        most_rows: int,
+        device: torch.device,
+    ) -> None:
+        if planner not in PLANNERS:
+            raise ValueError(f"planner {planner!r} is unknown: use one of {', '.join(PLANNERS)}")
+        if not 1 <= ranks <= MAX_RANKS or experts % ranks or not 1 <= experts <= MAX_EXPERTS:
+            raise ValueError(
+                f"{experts} experts on {ranks} ranks: the kernels take up to {MAX_RANKS} ranks "
+                f"and a multiple of that, up to {MAX_EXPERTS}, of experts"
+            )
+        if most_rows > warp.MOST:
+            raise ValueError(
+                f"all ranks together route up to {most_rows} rows: the kernels count to "
+                f"{warp.MOST}; lower --moe-moonep-max-tokens"
+            )
+        self.config = PlanConfig(ranks, experts, planner)
+        self.slots = slots
+        # The counter of finished blocks, then a record for each candidate.
+        self._scratch = torch.zeros(
+            4 + self.config.candidates * self.config.record, dtype=torch.int32, device=device
+        )
+
+    def plan(self, exchanged: Exchanged, home_order_Rn: Tensor, rank: int) -> layout.DevicePlan:
+        """The plan of the counts exchanged. Not collective, and not for two streams at a time.
+
+        Args:
+            home_order_Rn: int32 [R, n] on the device, see `moonep_megatron.plan.make_plan`.
+            rank: this rank, for the tables of its own destinations.
+        """
+        ranks, experts = self.config.ranks, self.config.experts
+        if home_order_Rn.dtype != torch.int32 or not home_order_Rn.is_contiguous():
+            raise ValueError("home_order_Rn must be int32 and contiguous")
+        plan = layout.DevicePlan.empty(ranks, experts, home_order_Rn.device)
+        kc.compiled(self.config)(
+            exchanged.totals_2E.view(-1),
+            exchanged.counts_RE.data_ptr(),
+            home_order_Rn.data_ptr(),
+            self._scratch.data_ptr(),
+            plan.memory.data_ptr(),
+            rank,
+            self.slots,
+        )
+        return plan
+
+
+def configs() -> list[PlanConfig]:
+    """Configurations that the tests compile."""
+    return [
+        PlanConfig(8, 896, "best"),
+        PlanConfig(64, 896, "best"),
+        PlanConfig(1, 7, "best"),
+        PlanConfig(2, 1024, "pairs"),
+        PlanConfig(16, 64, "chain"),
+        PlanConfig(128, 1024, "peel"),
+    ]
+
+
+@cute.jit
+def _solve(totals: cute.Tensor, scratch: Int64, config: cutlass.Constexpr[PlanConfig]) -> None:
+    """All threads: this block's candidate, into its record."""
+    ranks, homes = config.ranks, config.experts // config.ranks
+    block, _, _ = cute.arch.block_idx()
+    # Pairs is the last candidate; the rule chain has two blocks, for the first and the last.
+    fills = block + (ranks - 1 if config.candidates == 1 else 0)
+    if cutlass.const_expr(config.candidates == 2):
+        fills = block * (ranks - 1)
+    state = candidate.allocate(ranks, homes)
+    _prepare(state, totals, config)
+    record = _record(scratch, block, config)
+    rules.find(
+        state, fills, record + (config.record - 2 * config.experts) * 4, ranks, homes, _THREADS
+    )
+    thread, _, _ = cute.arch.thread_idx()
+    _, own = warp.lane_and_warp()
+    for d in cutlass.range(thread, ranks, _THREADS):
+        ptx.store(record + (_RECEIVED + d) * 4, state.received[d], "s32")
+    if own == 0:
+        _store_cost(state, record, ranks)
+
+
+def _record(scratch: Int64, number: Int32, config: PlanConfig) -> Int64:
+    """Address of a candidate's record."""
+    return scratch + 16 + Int64(number) * (config.record * 4)
+
+
+@cute.jit
+def _prepare(
+    s: candidate.State, totals: cute.Tensor, config: cutlass.Constexpr[PlanConfig]
+) -> None:
+    """All threads: sort every rank's experts, and fill the state."""
+    ranks, experts = config.ranks, config.experts
+    homes = experts // ranks
+    thread, _, _ = cute.arch.thread_idx()
+    smem = cutlass.utils.SmemAllocator()
+    rows = smem.allocate_tensor(Int32, cute.make_layout(experts), byte_alignment=16)
+    sums = smem.allocate_tensor(Int32, cute.make_layout(experts + 1), byte_alignment=16)
+    partial = smem.allocate_tensor(Int32, cute.make_layout(warp.WARP), byte_alignment=16)
+    for e in cutlass.range(thread, experts, _THREADS):
+        rows[e] = totals[e]
+    cute.arch.sync_threads()
+    for e in cutlass.range(thread, experts, _THREADS):
+        d, mine, place = e // homes, rows[e], Int32(0)
+        for other in cutlass.range(d * homes, d * homes + homes, unroll=8):
+            theirs = rows[other]
+            if theirs > mine or (theirs == mine and other < e):
+                place += 1
+        s.rows[d * (homes + 1) + place] = mine
+        s.expert[d * (homes + 1) + place] = e - d * homes
+        sums[d * homes + place] = mine
+    warp.exclusive_scan(sums, partial, experts, _THREADS)
+    for e in cutlass.range(thread, experts, _THREADS):
+        d = e // homes
+        s.after[e + d] = sums[d * homes + homes] - sums[e]
+    share, extra = sums[experts] // ranks, sums[experts] % ranks
+    for d in cutlass.range(thread, candidate.padded(ranks), _THREADS):
+        surplus, cap = Int32(0), Int32(0)
+        if d < ranks:
+            cap = share + Int32(d < extra)
+            surplus = sums[d * homes + homes] - sums[d * homes] - cap
+            s.rows[d * (homes + 1) + homes] = 0
+            s.expert[d * (homes + 1) + homes] = 0
+            s.after[d * (homes + 1) + homes] = 0
+        s.cap[d] = cap
+        s.surplus[d] = surplus
+        s.open[d] = Int32(d < ranks)
+        s.head[d] = 0
+        s.received[d] = 0
+        s.sent[d] = 0
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def _store_cost(s: candidate.State, record: Int64, ranks: cutlass.Constexpr[int]) -> None:
+    """Warp 0: whether the candidate exists, and what it costs."""
+    lane, _ = warp.lane_and_warp()
+    widest, busiest, everything = Int32(0), Int32(0), Int32(0)
+    for g in cutlass.range_constexpr(candidate.padded(ranks) // warp.WARP):
+        received, sent = s.received[g * warp.WARP + lane], s.sent[g * warp.WARP + lane]
+        widest = cutlass.max(widest, received)
+        busiest = cutlass.max(busiest, cutlass.max(received, sent))
+        everything += received
+    widest, busiest = warp.warp_max(widest), warp.warp_max(busiest)
+    everything = warp.warp_sum(everything)
+    if lane == 0:
+        ptx.store(record + _EXISTS * 4, s.scalars[candidate.EXISTS], "s32")
+        ptx.store(record + _WIDEST * 4, widest, "s32")
+        ptx.store(record + _BUSIEST * 4, busiest, "s32")
+        ptx.store(record + _ALL * 4, everything, "s32")
+
+
+@cute.jit
+def _choose(
+    scratch: Int64, out: Int64, slots: Int32, config: cutlass.Constexpr[PlanConfig]
+) -> Int64:
+    """All threads of the last block: the record of the best candidate; stores its rule.
+
+    The first candidate that exists is peel's; where it is candidate 0 it is chain's, which comes
+    first. ``best`` takes it where it is cheaper than pairs, the last one.
+    """
+    lane, _ = warp.lane_and_warp()
+    candidates = config.candidates
+    first = Int32(candidates - 1)
+    for i in cutlass.range_constexpr(-(-candidates // warp.WARP)):
+        number = (-(-candidates // warp.WARP) - 1 - i) * warp.WARP + lane
+        exists = Int32(0)
+        if number < candidates:
+            exists = ptx.load(_record(scratch, number, config) + _EXISTS * 4, "s32")
+        who = warp.ballot(exists != 0)
+        if who != 0:
+            first = number - lane + warp.lowest(who)
+    rule = Int32(RULES.index("peel"))
+    if cutlass.const_expr(config.planner == "pairs"):
+        rule = Int32(RULES.index("pairs"))
+    elif cutlass.const_expr(config.planner == "chain"):
+        rule = Int32(RULES.index("pairs"))
+        if first == 0:
+            rule = Int32(RULES.index("chain"))
+    elif cutlass.const_expr(config.planner == "best"):
+        if first == 0:
+            rule = Int32(RULES.index("chain"))
+        if not _cheaper(_record(scratch, first, config), scratch, slots, config):
+            rule = Int32(RULES.index("pairs"))
+            first = Int32(candidates - 1)
+    thread, _, _ = cute.arch.thread_idx()
+    if thread == 0:
+        ptx.store(out, rule, "s32")
+    return _record(scratch, first, config)
+
+
+@cute.jit
+def _cheaper(
+    record: Int64, scratch: Int64, slots: Int32, config: cutlass.Constexpr[PlanConfig]
+) -> Boolean:
+    """Whether a record costs less than that of pairs, in (waves, busiest, all)."""
+    pairs = _record(scratch, Int32(config.candidates - 1), config)
+    waves = (ptx.load(record + _WIDEST * 4, "s32") + slots - 1) // slots
+    pairs_waves = (ptx.load(pairs + _WIDEST * 4, "s32") + slots - 1) // slots
+    busiest, pairs_busiest = (ptx.load(r + _BUSIEST * 4, "s32") for r in (record, pairs))
+    everything, pairs_all = (ptx.load(r + _ALL * 4, "s32") for r in (record, pairs))
+    cheaper = waves < pairs_waves
+    if waves == pairs_waves:
+        cheaper = busiest < pairs_busiest
+        if busiest == pairs_busiest:
+            cheaper = everything < pairs_all
+    return cheaper
