@@ -144,6 +144,8 @@ def _compact(
             token = cutlass.min(start + i // rounds, last - 1)
             at = cutlass.min((i % rounds * warp.WARP + lane) * width, experts - width)
             loaded.append(_load(routing_map + Int64(token) * experts + at, width))
+        # Keeps the compiler from using the first words before it asks for the last.
+        cute.arch.sync_warp()
         chosen = []
         for i in cutlass.range_constexpr(tokens * rounds):
             inside = (i % rounds * warp.WARP + lane) * width < experts
@@ -162,7 +164,7 @@ def _compact(
 def _load(address: Int64, width: int) -> tuple[Uint32, ...]:
     """Words of 16, 4 or 1 bytes."""
     if width == 16:
-        return ptx.load16_streaming(address)
+        return ptx.load16(address)
     return (ptx.load(address, "u32") if width == 4 else ptx.load_byte(address),)
 
 

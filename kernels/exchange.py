@@ -3,9 +3,10 @@
 Letters: E experts, R ranks, C chunks of tokens (see `moonep_megatron.kernels.counting`).
 
 Each block owns ``COLUMNS`` columns of the counts. It adds its columns over the chunks, stores the
-sums into every peer's ``counts[parity, me]``, and the last block to have done so signals. Every
-block then waits for all ranks and adds its columns over them. A rank is two exchanges ahead of
-another at most by one, so two halves by the epoch's parity are enough.
+sums into every peer's ``counts[parity, me]``, and the last block to have done so signals. While the
+others do the same, it writes the running sums over the chunks. Then it waits for all ranks and adds
+its columns over them. No rank is more than one exchange ahead of another, so two halves by the
+epoch's parity are enough.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ BAD_IDS, EXCESS_CHOICES, TOO_MANY_TOKENS = 2, 3, 4
 
 _THREADS = 512
 _WARPS = _THREADS // warp.WARP
+_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,13 @@ class ExchangeConfig:
             )
             epoch = sync.next_epoch(control, sync.EXCHANGED)
             half = counts_offset + Int64(epoch & 1) * (ranks * pitch * 4)
-            _add_chunks(sums, chunk_counts, chunk_first, chunks, column, pitch)
+            before = _add_chunks(sums, chunk_counts, chunks, column, pitch)
             _store_to_peers(sums, peers, half + Int64(rank) * (pitch * 4), block, ranks, pitch)
             last = sync.last_block(sync.arrivals(control, sync.EXCHANGED), Int32(blocks))
             flags = sync.flag_offset(flags_offset, sync.EXCHANGED, ranks)
             if last:
                 sync.signal_all(peers, flags + Int64(rank) * 4, Int32(ranks), epoch)
+            _write_first(chunk_counts, chunk_first, before, chunks, column, pitch)
             own = peers[rank]
             sync.wait_all(
                 own + flags, Int32(ranks), epoch, sync.EXCHANGED, fault, timeout_ns, rank, layer
@@ -215,29 +218,55 @@ def _spread(sums: cute.Tensor, which: cutlass.Constexpr[int], value: Int32) -> I
 
 
 @cute.jit
-def _add_chunks(
-    sums: cute.Tensor,
-    chunk_counts: Int64,
-    chunk_first: Int64,
-    chunks: Int32,
-    column: Int32,
-    pitch: cutlass.Constexpr[int],
-) -> None:
-    """Write the running sums of this block's columns over the chunks; totals go to ``sums``."""
+def _own_chunks(chunks: Int32) -> tuple[Int32, Int32]:
+    """This warp's first chunk, and the one behind its last."""
     _, own = warp.lane_and_warp()
     each = (chunks + _WARPS - 1) // _WARPS
     first = cutlass.min(own * each, chunks)
-    last = cutlass.min(first + each, chunks)
+    return first, cutlass.min(first + each, chunks)
+
+
+@cute.jit
+def _add_chunks(
+    sums: cute.Tensor,
+    chunk_counts: Int64,
+    chunks: Int32,
+    column: Int32,
+    pitch: cutlass.Constexpr[int],
+) -> Int32:
+    """Sum of this block's columns over the chunks, into ``sums``; returns that before this warp."""
+    first, last = _own_chunks(chunks)
     mine = Int32(0)
     if column < pitch:
         for chunk in cutlass.range(first, last, unroll=8):
             mine += ptx.load(chunk_counts + (Int64(chunk) * pitch + column) * 4, "s32")
-    running = _spread(sums, 0, mine)
+    return _spread(sums, 0, mine)
+
+
+@cute.jit
+def _write_first(
+    chunk_counts: Int64,
+    chunk_first: Int64,
+    before: Int32,
+    chunks: Int32,
+    column: Int32,
+    pitch: cutlass.Constexpr[int],
+) -> None:
+    """Running sums of this block's columns over this warp's chunks."""
+    first, last = _own_chunks(chunks)
+    running = before
     if column < pitch:
-        for chunk in cutlass.range(first, last, unroll=8):
-            at = (Int64(chunk) * pitch + column) * 4
-            ptx.store(chunk_first + at, running, "s32")
-            running += ptx.load(chunk_counts + at, "s32")
+        for start in cutlass.range(first, last, _BATCH):
+            # Loads before stores: the compiler cannot know that they never meet.
+            counts = []
+            for i in cutlass.range_constexpr(_BATCH):
+                chunk = cutlass.min(start + i, last - 1)
+                counts.append(ptx.load(chunk_counts + (Int64(chunk) * pitch + column) * 4, "s32"))
+            for i in cutlass.range_constexpr(_BATCH):
+                if start + i < last:
+                    at = (Int64(start + i) * pitch + column) * 4
+                    ptx.store(chunk_first + at, running, "s32")
+                    running += counts[i]
 
 
 @cute.jit

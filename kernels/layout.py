@@ -95,6 +95,8 @@ class Inputs(NamedTuple):
 
 
 class _Tables(NamedTuple):
+    order: cute.Tensor
+    """[R, n] home experts in the order of their groups."""
     kept: cute.Tensor
     """[E] rows that stay at home."""
     takers: cute.Tensor
@@ -145,7 +147,14 @@ def _words(ranks: int) -> int:
 @cute.jit
 def _allocate(ranks: cutlass.Constexpr[int], experts: cutlass.Constexpr[int]) -> _Tables:
     smem = cutlass.utils.SmemAllocator()
-    sizes = [experts, experts * _words(ranks), *[experts] * 6, 2 * experts + 1, experts + 1]
+    sizes = [
+        experts,
+        experts,
+        experts * _words(ranks),
+        *[experts] * 6,
+        2 * experts + 1,
+        experts + 1,
+    ]
     sizes += [2 * experts] * 4 + [warp.WARP]
     return _Tables(
         *[smem.allocate_tensor(Int32, cute.make_layout(size), byte_alignment=16) for size in sizes]
@@ -164,6 +173,7 @@ def _read_pieces(
     thread, _, _ = cute.arch.thread_idx()
     homes, words = experts // ranks, _words(ranks)
     for e in cutlass.range(thread, experts, threads):
+        t.order[e] = ptx.load(inputs.home_order + e * 4, "s32")
         t.kept[e] = inputs.totals[e]
         for w in cutlass.range_constexpr(words):
             t.takers[e * words + w] = 0
@@ -222,7 +232,7 @@ def _place_groups(
         d, group = i // (2 * homes), i % (2 * homes)
         expert, rows = Int32(0), Int32(0)
         if group < homes:
-            expert = ptx.load(inputs.home_order + (d * homes + group) * 4, "s32")
+            expert = t.order[d * homes + group]
             rows = t.kept[expert]
         else:
             expert = t.foreign[d * homes + group - homes]
@@ -235,7 +245,7 @@ def _place_groups(
         start = t.starts[i] - t.starts[d * (2 * homes)]
         ptx.store(inputs.out + (at.group_start + i + d) * 4, start, "s32")
         if group < homes:
-            expert = ptx.load(inputs.home_order + (d * homes + group) * 4, "s32")
+            expert = t.order[d * homes + group]
             t.home_start[expert] = start
         else:
             t.foreign_start[d * homes + group - homes] = start

@@ -27,7 +27,7 @@ PLANNERS = ("best", "pairs", "chain", "peel")
 RULES = ("pairs", "chain", "peel")
 MAX_RANKS = 128
 
-_THREADS = 512
+_THREADS = 1024
 # What a candidate leaves in the scratch memory before its pieces: exists, most experts received,
 # most received or sent, all; then the experts received by each rank.
 _EXISTS, _WIDEST, _BUSIEST, _ALL = range(4)
@@ -92,7 +92,10 @@ class PlanConfig:
             stream: Any,
         ) -> None:
             kernel(totals, counts, home_order, scratch, out, rank, slots).launch(
-                grid=[config.candidates, 1, 1], block=[_THREADS, 1, 1], stream=stream
+                grid=[config.candidates, 1, 1],
+                block=[_THREADS, 1, 1],
+                min_blocks_per_mp=1,
+                stream=stream,
             )
 
         example = (kc.vector(Int32), *[Int64(0)] * 4, *[Int32(0)] * 2, kc.stream())

@@ -303,7 +303,7 @@ class Launch:
     def __init__(self, body):
         self.body = body
 
-    def launch(self, grid, block, stream):
+    def launch(self, grid, block, stream, min_blocks_per_mp=1):
         machine.launch(self.body, grid[0], block[0])
 
 
