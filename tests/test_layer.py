@@ -106,7 +106,8 @@ def test_s0_rank_and_s0_all_ranks() -> None:
                 routing=("hot_rank", "uniform"),
             )
             for s in some
-        ]
+        ],
+        timeout=60,
     )
 
 
