@@ -98,6 +98,14 @@ def _megatron_arguments() -> Any:
     return getattr(module, "_GLOBAL_ARGS", None)
 
 
+def layers_of_model() -> int | None:
+    """Layers that Megatron's metrics count, from its arguments where they exist."""
+    arguments = _megatron_arguments()
+    if arguments is None:
+        return None
+    return int(arguments.num_layers) + int(getattr(arguments, "mtp_num_layers", None) or 0)
+
+
 def _max_tokens(arguments: Any) -> int | None:
     """Tokens that a rank brings to a MoE layer in the largest microbatch; None if not known."""
     sequence = getattr(arguments, "seq_length", None) or 0

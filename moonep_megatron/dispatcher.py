@@ -10,7 +10,6 @@ R ranks, n = E/R, H row width, N = S*K grouped rows, M = min(K, R)*S receive row
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 from moonep_megatron.backends.base import Backend, Route
-from moonep_megatron.plan import plan_hash
 
 
 class MoonEPTokenDispatcher(MoETokenDispatcher):
@@ -30,7 +28,6 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
         backend: the transport.
         home_order_n: int32 [n], global ids of this rank's experts in the order of their row
             groups; the layer sets it before its first dispatch. Default: last expert first.
-        check_plan: remember the plans of checkpointed passes, and compare when they are recomputed.
     """
 
     def __init__(
@@ -40,7 +37,6 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
         *,
         backend: Backend,
         home_order_n: Tensor | None = None,
-        check_plan: bool = False,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.backend = backend
@@ -50,8 +46,6 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
             home_order_n = torch.arange(n - 1, -1, -1, dtype=torch.int32) + self.ep_rank * n
         self.home_order_n = home_order_n
         self.home_order_Rn: Tensor | None = None
-        # Hashes of plans whose pass will be recomputed, in any order: how many of each.
-        self.checkpointed_plans: Counter[int] | None = Counter() if check_plan else None
         # State between steps 1 and 2 must be tensors that a captured graph can return.
         self.cudagraph_attrs = ["ids_sK", "excess"]
         self.ids_sK: Tensor | None = None
@@ -107,8 +101,6 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
             order_n = self.home_order_n.to(hidden_states.device)
             self.home_order_Rn = self.backend.publish_home_order(order_n)
         self.route = self.backend.exchange(self.ids_sK, self.excess, self.home_order_Rn)
-        if self.checkpointed_plans is not None:
-            self._compare_with_checkpointed(plan_hash(self.route.plan))
         return _Dispatch.apply(self.backend, self.route, hidden_states, probs)
 
     def dispatch_postprocess(
@@ -142,19 +134,6 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
         """The route of the pass between `token_dispatch` and `combine_postprocess`."""
         assert self.route is not None, "token_dispatch has not run in this pass"
         return self.route
-
-    def _compare_with_checkpointed(self, plan: int) -> None:
-        """Every recomputed pass must have the plan of a pass that was checkpointed (debugging)."""
-        assert self.checkpointed_plans is not None
-        if recomputing():
-            if not self.checkpointed_plans[plan]:
-                raise RuntimeError(
-                    "activation recompute routed a microbatch differently from its first pass; "
-                    "the router is not deterministic (--moe-moonep-check-plan)"
-                )
-            self.checkpointed_plans[plan] -= 1
-        elif not torch.is_grad_enabled():
-            self.checkpointed_plans[plan] += 1
 
 
 def compact(routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:

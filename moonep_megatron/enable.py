@@ -53,6 +53,7 @@ def enable(config: moonep.MoonEPConfig | None = None) -> None:
         _set(field, "type", typing.Literal[(*typing.get_args(field.type), NAME)])
         _set(TransformerConfig, "__post_init__", _checked(TransformerConfig.__post_init__))
         _add_flags()
+        _report_balance()
         _place_layer()
     except BaseException:
         disable()
@@ -118,6 +119,27 @@ def _add_flags() -> None:
         return moonep.add_arguments(add_megatron_arguments(parser))
 
     _set(arguments, "add_megatron_arguments", wrapped)
+
+
+def _report_balance() -> None:
+    """Let Megatron's training loop, which reports MoE metrics by name, report ours as well."""
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker  # noqa: PLC0415
+
+    from moonep_megatron.metrics import TRACKED  # noqa: PLC0415
+
+    report = MoEMetricsTracker.report
+
+    @functools.wraps(report)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> str:
+        names = kwargs.get("track_names")
+        if moonep.active().log_maxvio and isinstance(names, list):
+            # Stages without experts must bring tensors of the size that the others have.
+            for name in TRACKED if (layers := moonep.layers_of_model()) else ():
+                self.ensure_initialized(name, layers)
+            kwargs["track_names"] = [*names, *TRACKED]
+        return report(self, *args, **kwargs)
+
+    _set(MoEMetricsTracker, "report", wrapped)
 
 
 def _place_layer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,9 +14,10 @@ from torch import Tensor
 from moonep_megatron import config as moonep_config
 from moonep_megatron import metrics
 from moonep_megatron.backends import log_once, make_backend
-from moonep_megatron.dispatcher import MoonEPTokenDispatcher
+from moonep_megatron.dispatcher import MoonEPTokenDispatcher, recomputing
 from moonep_megatron.experts import Activation, ExpertCall, run_experts
 from moonep_megatron.forced import forced_gating
+from moonep_megatron.plan import plan_hash
 from moonep_megatron.slots import SlotPool, SlotShape, slot_pool
 from moonep_megatron.weights import HomeWeights
 
@@ -39,22 +41,31 @@ class MoonEPMoELayer(MoELayer):
             return super().__new__(cls)
         return MoELayer(*args, **kwargs)
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        groups = _default_groups() if pg_collection is None else pg_collection
         # The base class knows no `moonep`, and `alltoall` would create a CUDA stream.
         with _presented_as(config, "allgather"):
-            super().__init__(config, *args, **kwargs)
+            super().__init__(config, submodules, layer_number, groups, **kwargs)
         self.moonep = moonep_config.active()
         moonep_config.check(config, self.moonep)
         self.home = HomeWeights(self.experts, self.num_local_experts)
         self.token_dispatcher = MoonEPTokenDispatcher(
             config,
-            kwargs.get("pg_collection") or _default_groups(),
+            groups,
             backend=make_backend(self.moonep, self.ep_group, config.num_moe_experts),
-            check_plan=self.moonep.check_plan,
         )
         self.activation = activation(config)
         self.probs_on_input: bool = config.moe_apply_probs_on_input
         self.router_histogram: Tensor | None = None
+        # Hashes of plans whose pass will be recomputed, in any order: how many of each.
+        self.checkpointed_plans: Counter[int] = Counter()
         if self.moonep.force_maxvio is not None:
             self.router.gating = forced_gating(
                 self.router.gating,
@@ -79,7 +90,26 @@ class MoonEPMoELayer(MoELayer):
         if self.probs_on_input:  # K = 1, so a row has one probability before it travels
             hidden_states = (hidden_states * probs).to(hidden_states.dtype)
             probs = torch.ones_like(probs)
-        return self.token_dispatcher.token_dispatch(hidden_states, probs)
+        dispatched = self.token_dispatcher.token_dispatch(hidden_states, probs)
+        if self.moonep.check_plan and self.training:
+            self._compare_with_checkpointed(plan_hash(self.token_dispatcher.current_route().plan))
+        return dispatched
+
+    def _compare_with_checkpointed(self, plan: int) -> None:
+        """A recomputed pass must have the plan of a pass that was checkpointed (debugging).
+
+        Megatron's checkpoints run their first pass without gradients. Where no such pass was seen
+        (torch's non-reentrant checkpoint), there is nothing to compare with.
+        """
+        if not recomputing():
+            self.checkpointed_plans[plan] += not torch.is_grad_enabled()
+        elif self.checkpointed_plans.total():
+            if not self.checkpointed_plans[plan]:
+                raise RuntimeError(
+                    "activation recompute routed a microbatch differently from its first pass; "
+                    "the router is not deterministic (--moe-moonep-check-plan)"
+                )
+            self.checkpointed_plans[plan] -= 1
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Receive rows [M, H] and probabilities [N] to per-token sums [M, H]."""

@@ -79,7 +79,8 @@ def _biased_twice(value: Any, at: _Settings) -> bool:
 
 
 def _ends_before_ours(value: Any, at: _Settings) -> bool:
-    return bool(value) and value * 60 <= at.moe_moonep_timeout
+    kernels = at.moe_moonep_backend != "collective"
+    return bool(value) and kernels and value * 60 <= at.moe_moonep_timeout
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         "distributed_timeout_minutes",
         "Megatron would end the run before moonep can name the rank that does not answer",
-        when="not above `--moe-moonep-timeout` (which is in seconds)",
+        when="not above `--moe-moonep-timeout` (seconds), unless the backend is `collective`",
         refused=_ends_before_ours,
         remedy="raise it, or lower --moe-moonep-timeout",
     ),

@@ -7,6 +7,7 @@ copy only between the push of one wave and its last use in the same pass.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -66,13 +67,17 @@ def slot_pool(group: ProcessGroup, count: int, shape: SlotShape) -> SlotPool:
     pools = _pools.setdefault(group, {})
     key = (count, shape)
     if key not in pools:
-        pools[key] = SlotPool(
-            count=count,
-            fc1=torch.empty(count, *shape.fc1, dtype=shape.dtype, device=shape.device),
-            fc2=torch.empty(count, *shape.fc2, dtype=shape.dtype, device=shape.device),
-            grad1=torch.empty(count, *shape.fc1, dtype=shape.grad_dtype, device=shape.device),
-            grad2=torch.empty(count, *shape.fc2, dtype=shape.grad_dtype, device=shape.device),
-        )
+        # The first pass may be an evaluation, whose tensors could never be trained with.
+        with torch.inference_mode(False):
+            weight = partial(torch.empty, count, dtype=shape.dtype, device=shape.device)
+            grad = partial(torch.empty, count, dtype=shape.grad_dtype, device=shape.device)
+            pools[key] = SlotPool(
+                count=count,
+                fc1=weight(*shape.fc1),
+                fc2=weight(*shape.fc2),
+                grad1=grad(*shape.fc1),
+                grad2=grad(*shape.fc2),
+            )
     return pools[key]
 
 

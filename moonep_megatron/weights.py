@@ -88,15 +88,11 @@ class Projection:
         return self._experts([p.data for p in self.parameters])
 
     def main_grads(self) -> list[Tensor] | None:
-        """The same of ``main_grad``, or None where the parameters have none."""
+        """The same of ``main_grad``, or None unless every weight is trained and has one."""
         parameters = self.parameters
-        grads = [getattr(p, "main_grad", None) for p in parameters]
+        grads = [getattr(p, "main_grad", None) if p.requires_grad else None for p in parameters]
         present = [g for g in grads if g is not None]
-        if len(present) < len(grads):
-            if present:
-                raise RuntimeError(
-                    f"only some of the experts' {self.name} weights have a main_grad"
-                )
+        if len(present) < len(parameters):
             return None
         return self._experts([g.view(p.shape) for g, p in zip(present, parameters, strict=True)])
 
@@ -110,10 +106,12 @@ class Projection:
         if parameters[0].dim() == 3:
             return
         first = parameters[0]
-        big = torch.empty(len(parameters), *first.shape, dtype=first.dtype, device=first.device)
-        for place, parameter in zip(big, reversed(parameters), strict=True):
-            place.copy_(parameter.data)
-            parameter.data = place
+        # The first pass may be an evaluation, whose tensors could never be trained.
+        with torch.inference_mode(False), torch.no_grad():
+            big = torch.empty(len(parameters), *first.shape, dtype=first.dtype, device=first.device)
+            for place, parameter in zip(big, reversed(parameters), strict=True):
+                place.copy_(parameter.data)
+                parameter.data = place
 
     def _experts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors[0].unbind(0)) if tensors[0].dim() == 3 else list(tensors)
@@ -137,7 +135,7 @@ class HomeWeights:
         self.fc2 = Projection(experts, "linear_fc2", count)
         self._order: list[int] | None = None
         self._seen: tuple[Any, ...] | None = None
-        self._runs: list[Run] = []
+        self._stretches: list[tuple[int, int]] = []
         # Weights on the meta device have no memory yet; the first forward points them.
         if not any(p.is_meta for p in self.parameters):
             self.fc1.point_into_one_tensor()
@@ -163,11 +161,13 @@ class HomeWeights:
             RuntimeError: when the weights lie in memory in a way that gives no runs, or in another
                 order than at the first forward.
         """
-        seen = self._addresses()
-        if seen != self._seen:
-            self._find_runs()
+        if self._addresses() != self._seen:
+            self._find_stretches()
             self._seen = self._addresses()
-        return self._runs
+        assert self._order is not None
+        # Views are made anew: kept ones would keep weights alive that the model has let go.
+        columns = _columns(self.fc1, self.fc2, self._order)
+        return [_run(columns, a, b) for a, b in self._stretches]
 
     def replay_pre_hooks(self) -> None:
         """Run DDP's parameter all-gather hooks, which fire on modules that we do not call.
@@ -192,9 +192,10 @@ class HomeWeights:
         parameters = self.parameters
         grads = (getattr(p, "main_grad", None) for p in parameters)
         tensors = (*parameters, *grads)
-        return tuple(None if t is None else (t.data_ptr(), t.dtype, t.device) for t in tensors)
+        where = (None if t is None else (t.data_ptr(), t.dtype, t.device) for t in tensors)
+        return (*where, *(p.requires_grad for p in parameters))
 
-    def _find_runs(self) -> None:
+    def _find_stretches(self) -> None:
         for projection in (self.fc1, self.fc2):
             # A move between construction and wrapping (.cuda(), .bfloat16(), to_empty) scatters
             # the weights, each into memory of its own; a DDP buffer is shared and stays.
@@ -207,31 +208,34 @@ class HomeWeights:
                 "since the first forward; wrap the model in DDP before its first forward"
             )
         columns = _columns(self.fc1, self.fc2, order)
-        self._runs = [_run(columns, a, b) for a, b in _stretches(columns, self.count)]
-        if len(self._runs) == self.count > 1:
+        stretches = list(_stretches(columns, self.count))
+        # Frozen experts lie outside DDP's buffers, so the trained ones may have no neighbours.
+        trained = columns[2] is not None and columns[3] is not None
+        if trained and len(stretches) == self.count > 1:
             raise RuntimeError(
                 "the experts' weights and main_grads are not laid out in the same order, so no "
                 "grouped GEMM can serve them; --use-distributed-optimizer and plain DDP lay them "
                 "out fittingly, a layer-wise optimizer does not"
             )
-        self._order = order
+        self._order, self._stretches = order, stretches
 
 
 def _parameters(experts: nn.Module, name: str, count: int) -> list[nn.Parameter]:
     """The parameters of one projection by local expert index."""
-    if hasattr(experts, "local_experts"):
+    kind = type(experts).__name__
+    if kind == "SequentialMLP":
+        for i, expert in _indexed(experts):
+            if type(expert).__name__ != "MLP":
+                raise _unknown(f"expert {i}", expert, ("MLP",))
         linears = [_plain(getattr(e, name), f"{name} of expert {i}") for i, e in _indexed(experts)]
         return [linear.weight for linear in linears]
-    if hasattr(experts, name):
+    if kind == "TEGroupedMLP":
         linear = _plain(getattr(experts, name), name)
         weight = getattr(linear, "weight", None)
         if isinstance(weight, nn.Parameter):
             return [weight]
         return [getattr(linear, f"weight{i}") for i in range(count)]
-    raise TypeError(
-        f"--moe-token-dispatcher-type moonep cannot read the weights of {type(experts).__name__}; "
-        "it supports SequentialMLP and TEGroupedMLP"
-    )
+    raise _unknown("the expert module", experts, ("SequentialMLP", "TEGroupedMLP"))
 
 
 def _indexed(experts: nn.Module) -> Iterator[tuple[int, nn.Module]]:
@@ -239,14 +243,17 @@ def _indexed(experts: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 
 
 def _plain(linear: Any, name: str) -> Any:
-    kind = type(linear).__name__
-    if kind not in PLAIN_LINEARS:
-        raise TypeError(
-            f"{name} is a {kind}, whose forward --moe-token-dispatcher-type moonep would bypass; "
-            f"supported are {', '.join(sorted(PLAIN_LINEARS))}. Remove the wrapper, or use "
-            "--moe-token-dispatcher-type alltoall"
-        )
+    if type(linear).__name__ not in PLAIN_LINEARS:
+        raise _unknown(name, linear, sorted(PLAIN_LINEARS))
     return linear
+
+
+def _unknown(name: str, module: nn.Module, known: Sequence[str]) -> TypeError:
+    return TypeError(
+        f"{name} is a {type(module).__name__}, whose forward --moe-token-dispatcher-type moonep "
+        f"would bypass; supported are {', '.join(known)}. Remove the wrapper or subclass, or use "
+        "--moe-token-dispatcher-type alltoall"
+    )
 
 
 def _bypassed(name: str, what: str) -> TypeError:

@@ -35,6 +35,11 @@ def make_backend(config: MoonEPConfig, group: dist.ProcessGroup, num_experts: in
         )
     if config.num_sms is not None:
         log_once("--moe-moonep-num-sms has no effect on the collective backend")
+    if config.timeout != MoonEPConfig.timeout:
+        log_once(
+            "--moe-moonep-timeout has no effect on the collective backend, whose bound is "
+            "--distributed-timeout-minutes"
+        )
     if config.backend == "auto":
         log_once("--moe-moonep-backend auto: collective, the only one in this version")
     return CollectiveBackend(

@@ -7,7 +7,7 @@ layer on GPUs. Rows cross once a token and rank; only real rows travel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import override
@@ -89,7 +89,6 @@ class CollectiveBackend(Backend):
     def exchange(self, ids_sK: Tensor, excess: Tensor, home_order_Rn: Tensor) -> CollectiveRoute:
         ids_sK = ids_sK.long()
         counts_RE = self._exchange_counts(ids_sK, excess)
-        assert self.max_tokens is not None
         plan = make_plan(
             counts_RE, planner=self.planner, slots=self.slots, home_order_Rn=home_order_Rn.cpu()
         )
@@ -146,25 +145,39 @@ class CollectiveBackend(Backend):
     def push_weights(
         self, route: Route, wave: int, weights_n: Sequence[Tensor], slots_Boi: Tensor
     ) -> None:
-        home, sent = self._copies_of_home(route.plan, wave)
-        received = self._copies_from(route.plan, wave)
-        # Foreign experts ascend by id, so they arrive by (home rank, slot) in the order of slots.
-        out = slots_Boi[: sum(received)]
-        staged = torch.stack([weights_n[e] for e in home]) if home else slots_Boi[:0]
-        out.copy_(self._all_to_all(staged, sent, received))
+        # Straight from parameter to slot: a hot expert's home would have to stage R - 1 copies.
+        transfers = []
+        for holder in range(self.size):
+            for slot, expert, home in self._copies(route.plan, holder, wave):
+                if home == self.rank:
+                    transfers.append(self._send(weights_n[expert], holder, slot))
+                elif holder == self.rank:
+                    transfers.append(self._receive(slots_Boi[slot], home, slot))
+        _finish(transfers)
 
     @override
     def pull_gradients(
         self, route: Route, wave: int, slot_grads_Boi: Tensor, targets_n: Sequence[Tensor]
     ) -> None:
-        home, received = self._copies_of_home(route.plan, wave)
-        sent = self._copies_from(route.plan, wave)
-        arrived = self._all_to_all(slot_grads_Boi[: sum(sent)], sent, received)
         sums: dict[int, Tensor] = {}
-        for expert, gradient in zip(home, arrived, strict=True):
-            sums[expert] = sums[expert] + gradient if expert in sums else gradient
-        for expert, gradient in sums.items():
-            targets_n[expert].add_(gradient)
+        # Holder by holder, so that a home stages the copies of one at a time, and adds in order.
+        for holder in range(self.size):
+            copies = self._copies(route.plan, holder, wave)
+            if holder == self.rank:
+                _finish([self._send(slot_grads_Boi[slot], home, slot) for slot, _, home in copies])
+            mine = [(slot, expert) for slot, expert, home in copies if home == self.rank]
+            arriving = [(expert, torch.empty_like(slot_grads_Boi[0])) for _, expert in mine]
+            _finish(
+                self._receive(gradient, holder, slot)
+                for (slot, _), (_, gradient) in zip(mine, arriving, strict=True)
+            )
+            for expert, gradient in arriving:
+                # A narrow main_grad is rounded once, not once a copy.
+                narrow = targets_n[expert].dtype != gradient.dtype
+                into = sums.setdefault(expert, torch.zeros_like(gradient)) if narrow else None
+                (targets_n[expert] if into is None else into).add_(gradient)
+        for expert, total in sums.items():
+            targets_n[expert].add_(total)
 
     def _exchange_counts(self, ids_sK: Tensor, excess: Tensor) -> Tensor:
         """All ranks' counts [R, E] on the host; raises on every rank when one has bad input."""
@@ -178,8 +191,8 @@ class CollectiveBackend(Backend):
         header = torch.stack([bad, excess.to(bad), bad.new_full((), tokens)])
         everyone = self._all_gather(torch.cat([counts[:-1], header])).cpu()
         self._refuse_bad_input(everyone[:, self.num_experts :].tolist(), topk)
-        if self.max_tokens is None:
-            self.max_tokens = int(everyone[:, -1].max())
+        # Without any token there is nothing to agree on yet.
+        self.max_tokens = self.max_tokens or int(everyone[:, -1].max()) or None
         return everyone[:, : self.num_experts].int()
 
     def _refuse_bad_input(self, headers: list[list[int]], topk: int) -> None:
@@ -209,8 +222,7 @@ class CollectiveBackend(Backend):
 
     def _route(self, plan: Plan, counts_RE: Tensor, ids_sK: Tensor) -> CollectiveRoute:
         """Derive what this rank sends, tell every rank, and lay out what arrives."""
-        (tokens, topk), max_tokens = ids_sK.shape, self.max_tokens
-        assert max_tokens is not None
+        (tokens, topk), max_tokens = ids_sK.shape, self.max_tokens or 0
         device = ids_sK.device
         there = destinations(plan.to(device), counts_RE.to(device), ids_sK, self.rank)
         rank_sK, row_sK = (x.long() for x in there)
@@ -267,23 +279,17 @@ class CollectiveBackend(Backend):
         sent, received = torch.stack([sent_R2.t(), received_R2.t()]).tolist()
         return sent, received
 
-    def _copies_of_home(self, plan: Plan, wave: int) -> tuple[list[int], list[int]]:
-        """Local indices of my experts that others hold in this wave, by (rank, slot); counts."""
+    def _copies(self, plan: Plan, holder: int, wave: int) -> list[tuple[int, int, int]]:
+        """What ``holder`` holds in this wave: (slot, local index at home, home rank), by slot."""
         n = self.num_experts // self.size
-        home: list[int] = []
-        counts = []
-        for rank in range(self.size):
-            experts = wave_experts(plan, rank, wave, self.slots).tolist()
-            mine = [e % n for e in experts if e // n == self.rank]
-            home += mine
-            counts.append(len(mine))
-        return home, counts
+        experts = wave_experts(plan, holder, wave, self.slots).tolist()
+        return [(slot, expert % n, expert // n) for slot, expert in enumerate(experts)]
 
-    def _copies_from(self, plan: Plan, wave: int) -> list[int]:
-        """How many experts of each rank I hold in this wave."""
-        n = self.num_experts // self.size
-        homes = wave_experts(plan, self.rank, wave, self.slots) // n
-        return torch.bincount(homes, minlength=self.size).tolist()
+    def _send(self, tensor: Tensor, to: int, slot: int) -> dist.P2POp:
+        return dist.P2POp(dist.isend, tensor, group=self.group, tag=slot, group_peer=to)
+
+    def _receive(self, tensor: Tensor, source: int, slot: int) -> dist.P2POp:
+        return dist.P2POp(dist.irecv, tensor, group=self.group, tag=slot, group_peer=source)
 
     def _all_gather(self, x: Tensor) -> Tensor:
         """[R, *x.shape], stacked by rank."""
@@ -305,6 +311,14 @@ class CollectiveBackend(Backend):
         )
         dist.all_to_all_single(target, source, received, sent, group=self.group)
         return out
+
+
+def _finish(transfers: Iterable[dist.P2POp]) -> None:
+    """Start transfers together and wait for all of them."""
+    started = list(transfers)
+    if started:
+        for work in dist.batch_isend_irecv(started):
+            work.wait()
 
 
 def _by_rank(rank_sK: Tensor, count: int) -> Tensor:
