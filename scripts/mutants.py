@@ -45,15 +45,15 @@ MUTATIONS = (
     Mutation(
         "duplicate gradient dropped",
         COLLECTIVE,
-        "targets_n[expert].add_(gradient)",
+        "(targets_n[expert] if into is None else into).add_(gradient)",
         "pass",
         "tests/test_layer.py::test_every_skew[2]",
     ),
     Mutation(
         "pull added twice",
         COLLECTIVE,
-        "targets_n[expert].add_(gradient)",
-        "targets_n[expert].add_(gradient, alpha=2)",
+        "(targets_n[expert] if into is None else into).add_(gradient)",
+        "(targets_n[expert] if into is None else into).add_(gradient, alpha=2)",
         "tests/test_gradients.py::test_every_place_of_gradients[main_grad]",
     ),
     Mutation(
@@ -193,6 +193,13 @@ MUTATIONS = (
         "if self.size == 1:\n            return x\n"
         "        if not len(x):\n            return x.new_zeros(sum(received), *x.shape[1:])\n",
         "tests/test_layer.py::test_s0_rank_and_s0_all_ranks",
+    ),
+    Mutation(
+        "frozen experts get gradients",
+        "weights.py",
+        'getattr(p, "main_grad", None) if p.requires_grad else None for p in parameters',
+        'getattr(p, "main_grad", None) for p in parameters',
+        "tests/test_weights.py::test_frozen_experts_get_no_gradient[after-all]",
     ),
     Mutation(
         "slots kept as a buffer",
