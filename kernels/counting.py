@@ -229,13 +229,14 @@ def _walk(
             expert = Int32(-1)
         same = warp.same_value(expert)
         place = cute.arch.popc(same & warp.lower_lanes())
+        before = Int32(0)
         if expert >= 0:
             before = seen[own * experts + expert]
-            # All lanes have read before the first of them writes.
-            cute.arch.sync_warp(same)
-            if place == 0:
-                seen[own * experts + expert] = before + cute.arch.popc(same)
-            place += before
+        # All lanes have read before the first of them writes.
+        cute.arch.sync_warp()
+        if expert >= 0 and place == 0:
+            seen[own * experts + expert] = before + cute.arch.popc(same)
+        place += before
         cute.arch.sync_warp()
         if cutlass.const_expr(store):  # noqa: SIM102 - run time inside compile time
             if i < last:

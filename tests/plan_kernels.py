@@ -1,0 +1,142 @@
+"""Checks of the kernels from routing map to destinations, shared by the CPU and the GPU tests.
+
+``k`` is the package of the kernels, or its emulated twin; everything else is the plain definition.
+"""
+
+import torch
+from routings import random_ids
+
+from moonep_megatron.plan import destinations, make_plan
+
+FIELDS = ("cap_R", "foreign_expert_Rn", "group_expert_RG", "group_start_RG1", "rows_RE")
+
+
+def equal(name, got, expected):
+    got, expected = got.cpu(), expected.cpu().to(got.dtype)
+    assert got.shape == expected.shape, f"{name}: {list(got.shape)} for {list(expected.shape)}"
+    wrong = (got != expected).nonzero().tolist()
+    assert not wrong, (
+        f"{name}: {len(wrong)} of {got.numel()} differ, first at {wrong[0]}: "
+        f"{got[tuple(wrong[0])].item()} for {expected[tuple(wrong[0])].item()}"
+    )
+
+
+def random_map(tokens, experts, topk, seed, most=None):
+    """bool [s, E], up to ``most`` (default K) choices a token, and probabilities of all experts."""
+    draw = torch.Generator().manual_seed(seed)
+    score = torch.rand(tokens, experts, generator=draw)
+    order = score.argsort(1).argsort(1)
+    choices = torch.randint(0, min(most or topk, experts) + 1, (tokens, 1), generator=draw)
+    full = torch.rand(tokens, 1, generator=draw) < 0.8
+    choices = torch.where(full, min(most or topk, experts), choices)
+    return order < choices, torch.rand(tokens, experts, generator=draw)
+
+
+def ids_of(routing_map, topk):
+    """int32 [s, K], ascending, -1 behind; and the choices beyond K."""
+    experts = routing_map.shape[1]
+    ids = torch.where(routing_map, torch.arange(experts), experts).sort(1).values
+    ids = torch.nn.functional.pad(ids, (0, topk), value=experts)[:, :topk]
+    ids = ids.masked_fill(ids == experts, -1).int()
+    return ids, int(routing_map.sum() - (ids >= 0).sum())
+
+
+def check_compact(k, device, tokens, experts, topk, dtype, seed=0, most=None):
+    routing_map, probs = random_map(tokens, experts, topk, seed, most)
+    probs = probs.to(dtype)
+    expected, excess = ids_of(routing_map, topk)
+    ids, chosen, places, counts = k.compact.compact(routing_map.to(device), probs.to(device), topk)
+    equal("ids", ids, expected)
+    picked = probs.float().gather(1, expected.clamp(min=0).long())
+    equal("probs", chosen, picked.masked_fill(expected < 0, 0))
+    check_counts(k, expected, experts, places, counts, excess)
+
+
+def check_count(k, device, ids, experts):
+    got, places, counts = k.counting.count(ids.to(device), experts)
+    good = (ids >= -1) & (ids < experts)
+    equal("ids", got.cpu()[good], ids[good])
+    assert (((got.cpu() < -1) | (got.cpu() >= experts)) == ~good).all(), "bad ids stay bad"
+    check_counts(k, ids, experts, places, counts, 0)
+
+
+def check_counts(k, ids, experts, places, counts, excess):
+    chunk = k.counting.CHUNK
+    assert len(counts) == max(-(-len(ids) // chunk), 1)
+    total_excess = 0
+    for c in range(-(-len(ids) // chunk)):
+        flat = ids[c * chunk : (c + 1) * chunk].reshape(-1).long()
+        legal = (flat >= 0) & (flat < experts)
+        hot = torch.nn.functional.one_hot(flat[legal], experts)
+        equal(f"counts of chunk {c}", counts[c, :experts], hot.sum(0))
+        earlier = (hot.cumsum(0) - hot).gather(1, flat[legal][:, None])[:, 0]
+        got = places[c * chunk : (c + 1) * chunk].reshape(-1).cpu()
+        equal(f"places of chunk {c}", got[legal], earlier)
+        tokens, bad, over, zero = counts[c, experts:].tolist()
+        assert tokens == len(ids[c * chunk : (c + 1) * chunk])
+        assert bad == int(((flat < -1) | (flat >= experts)).sum())
+        assert zero == 0
+        total_excess += over
+    assert total_excess == excess
+
+
+def home_order(ranks, homes, seed):
+    """int32 [R, n], another random order on every rank."""
+    draw = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(homes, generator=draw) + d * homes for d in range(ranks)]
+    return torch.stack(orders).int()
+
+
+def exchanged(k, counts_RE, rank, device, counts_CE=None):
+    """What an exchange of these counts leaves on a rank."""
+    first = None
+    if counts_CE is not None:
+        first = (counts_CE.cumsum(0) - counts_CE).int()
+    totals = torch.stack([counts_RE.sum(0), counts_RE[:rank].sum(0)])
+    return k.exchange.Exchanged(
+        first_CE=first,
+        counts_RE=counts_RE.to(device, torch.int32).contiguous(),
+        totals_2E=totals.to(device, torch.int32),
+    )
+
+
+def check_plan(k, device, counts_RE, planner="best", slots=None, seed=0, rank=0, planners=None):
+    """The plan, but ``rows_RE``, against the definition; returns both.
+
+    Args:
+        planners: a dict in which solvers are kept for other calls.
+    """
+    ranks, experts = counts_RE.shape
+    slots = slots or experts // ranks
+    order = home_order(ranks, experts // ranks, seed)
+    key = (ranks, experts, planner, slots)
+    planners = {} if planners is None else planners
+    if key not in planners:
+        planners[key] = k.plan.Planner(
+            ranks, experts, planner=planner, slots=slots, most_rows=1, device=device
+        )
+    got = planners[key].plan(exchanged(k, counts_RE, rank, device), order.to(device), rank)
+    expected = make_plan(counts_RE, planner=planner, slots=slots, home_order_Rn=order)
+    compare_plans(k, got, expected, FIELDS[:-1])
+    return got, expected
+
+
+def compare_plans(k, got, expected, fields=FIELDS):
+    assert k.plan.RULES[int(got.rule)] == expected.rule
+    for field in fields:
+        equal(field, getattr(got, field), getattr(expected, field))
+
+
+def check_destinations(k, device, counts_RE, topk, planner="best", seed=0, ranks=None):
+    """Plan, dense rows and destinations of some ranks (default: all)."""
+    ids = random_ids(counts_RE, topk, seed)
+    for rank in range(len(counts_RE)) if ranks is None else ranks:
+        got, expected = check_plan(k, device, counts_RE, planner, seed=seed, rank=rank)
+        mine, places, counts_CE = k.counting.count(ids[rank].int().to(device), counts_RE.shape[1])
+        first = exchanged(k, counts_RE, rank, device, counts_CE).first_CE
+        there = k.destinations.destinations(got, mine, places, first, rank)
+        equal("rows_RE", got.rows_RE, expected.rows_RE)
+        for name, one, other in zip(
+            ("rank", "row"), there, destinations(expected, counts_RE, ids[rank], rank), strict=True
+        ):
+            equal(f"{name} of rank {rank}'s entries", one, other)

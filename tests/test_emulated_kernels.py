@@ -1,0 +1,163 @@
+"""The kernels from routing map to destinations, run from their sources without a GPU."""
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("greenlet", reason="the emulator's threads are greenlets")
+
+import emulator
+from plan_kernels import (
+    check_compact,
+    check_count,
+    check_destinations,
+    check_plan,
+    compare_plans,
+    equal,
+    home_order,
+    ids_of,
+    random_map,
+)
+from routings import LOADS, random_counts
+
+from moonep_megatron.plan import destinations, make_plan
+
+CPU = torch.device("cpu")
+BYTES = 4
+
+
+@pytest.fixture(scope="module")
+def k():
+    kernels = emulator.load_kernels("compact", "exchange", "plan", "destinations")
+    # Two warps a block are enough to meet, and quicker.
+    kernels.plan._THREADS = kernels.destinations._THREADS = 64
+    return kernels
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "topk", "dtype"),
+    [
+        (0, 7, 2, torch.float32),
+        (65, 7, 2, torch.float64),
+        (9, 60, 4, torch.float16),
+        (70, 64, 40, torch.bfloat16),
+        (6, 896, 8, torch.float32),
+    ],
+)
+def test_compact(k, tokens, experts, topk, dtype):
+    check_compact(k, CPU, tokens, experts, topk, dtype)
+
+
+def test_choices_beyond_k_are_counted_and_left_out(k):
+    check_compact(k, CPU, 67, 16, 2, torch.float32, most=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_count_of_odd_ids(k, dtype):
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(-3, 13, (70, 5), generator=draw, dtype=dtype)
+    ids[3] = 4
+    if dtype == torch.int64:
+        ids[5, 1] = 2**32 + 3
+    check_count(k, CPU, ids, 11)
+
+
+@pytest.mark.parametrize("planner", ["best", "pairs", "chain", "peel"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 9])
+def test_plan(k, ranks, planner):
+    draw = random.Random(f"{ranks} {planner}")
+    for load in draw.sample(LOADS, 2):
+        homes = draw.choice([1, 2, 5, 9])
+        counts = random_counts(load, ranks, ranks * homes, 3000, draw.randrange(1000))
+        check_plan(k, CPU, counts, planner, draw.randint(1, homes), rank=draw.randrange(ranks))
+
+
+@pytest.mark.parametrize(("ranks", "homes"), [(4, 5), (11, 3)])
+def test_best_takes_every_rule(k, ranks, homes):
+    rules = set()
+    for seed in range(4):
+        for load in ("even", "heavy", "hot rank"):
+            counts = random_counts(load, ranks, ranks * homes, 500, seed)
+            rules.add(check_plan(k, CPU, counts, slots=homes, seed=seed)[1].rule)
+    assert rules == {"pairs", "chain", "peel"}
+
+
+@pytest.mark.parametrize("planner", ["pairs", "best"])
+def test_destinations(k, planner):
+    check_destinations(k, CPU, random_counts("zipf", 4, 12, 90, 3), 3, planner)
+    check_destinations(k, CPU, random_counts("one expert", 5, 5, 150, 4), 2, planner)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_exchange_to_destinations(k, ranks):
+    """Three exchanges in a row; ranks bring different numbers of tokens, down to none."""
+    experts, topk, most = ranks * 17, 3, 130
+    world = World(k, ranks, experts)
+    order = home_order(ranks, 17, 0)
+    planner = k.plan.Planner(
+        ranks, experts, planner="best", slots=17, most_rows=ranks * most * topk, device=CPU
+    )
+    for epoch in range(3):
+        tokens = [(0, most, 65)[(rank + epoch) % 3] for rank in range(ranks)]
+        maps = [random_map(s, experts, topk, 10 * epoch + r) for r, s in enumerate(tokens)]
+        done = [k.compact.compact(*one, topk) for one in maps]
+        with emulator.together():
+            results = [world.exchange(r, done[r][3], s, most) for r, s in enumerate(tokens)]
+        ids = [ids_of(one, topk)[0] for one, _ in maps]
+        counts = torch.stack([torch.bincount(i[i >= 0], minlength=experts) for i in ids])
+        expected = make_plan(counts, home_order_Rn=order)
+        for rank, (mine, _, places, _) in enumerate(done):
+            equal("counts", results[rank].counts_RE, counts)
+            plan = planner.plan(results[rank], order, rank)
+            there = k.destinations.destinations(plan, mine, places, results[rank].first_CE, rank)
+            compare_plans(k, plan, expected)
+            for one, other in zip(
+                there, destinations(expected, counts, ids[rank], rank), strict=True
+            ):
+                equal("destinations", one, other)
+
+
+@pytest.mark.parametrize(
+    ("ids", "most", "record"),
+    [
+        ([[0, 6], [7, -2]], 9, [2, 0, 1, 5, 0, 0, 3]),
+        ([[0, 5], [1, -1]], 1, [4, 0, 1, 5, 0, 1, 2]),
+    ],
+)
+def test_bad_input_of_a_rank_is_recorded(k, ids, most, record):
+    world = World(k, 2, 6)
+    counts = [k.counting.count(torch.tensor(i), 6)[2] for i in ([[0, 1]], ids)]
+    with pytest.raises(emulator.Trap), emulator.together():
+        for rank, tokens in ((0, 1), (1, 2)):
+            world.exchange(rank, counts[rank], tokens, most)
+    emulator.machine.__init__()
+    assert record in [fault.tolist() for fault in world.fault]
+
+
+class World:
+    """Symmetric memory of all ranks in one process."""
+
+    def __init__(self, k, ranks, experts):
+        self.k, sync = k, k.sync
+        self.counts_offset = -(-sync.STAGES * ranks * BYTES // 256) * 256
+        ints = self.counts_offset // BYTES + 2 * ranks * (experts + k.counting.HEADER)
+        self.memory = [torch.zeros(ints, dtype=torch.int32) for _ in range(ranks)]
+        self.control = [torch.zeros(sync.CONTROL_INTS, dtype=torch.int32) for _ in range(ranks)]
+        self.fault = [torch.zeros(7, dtype=torch.int32) for _ in range(ranks)]
+        self.peers = torch.tensor([memory.data_ptr() for memory in self.memory])
+
+    def exchange(self, rank, counts_CE, tokens, most):
+        return self.k.exchange.exchange(
+            self.peers,
+            counts_CE,
+            tokens=tokens,
+            max_tokens=most,
+            rank=rank,
+            layer=5,
+            counts_offset=self.counts_offset,
+            flags_offset=0,
+            control=self.control[rank],
+            fault=self.fault[rank],
+            timeout_ns=10**12,
+        )
