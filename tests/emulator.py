@@ -353,10 +353,15 @@ class together:
             machine.run()
 
 
-def load_kernels(*names):
-    """The modules of the kernels over the stand-ins."""
+def reset():
+    """Forget the threads that a trap has left behind."""
     global machine
     machine = Machine()
+
+
+def load_kernels(*names):
+    """The modules of the kernels over the stand-ins."""
+    reset()
     cutlass = types.ModuleType("cutlass")
     cute = types.ModuleType("cutlass.cute")
     for name in ("Tensor", "Pointer"):
