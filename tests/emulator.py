@@ -353,11 +353,6 @@ class together:
             machine.run()
 
 
-def reset():
-    """Forget the threads that a trap has left behind."""
-    global machine
-    machine = Machine()
-
 
 def load_kernels(*names):
     """The modules of the kernels over the stand-ins."""
