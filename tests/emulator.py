@@ -353,10 +353,10 @@ class together:
             machine.run()
 
 
-
 def load_kernels(*names):
     """The modules of the kernels over the stand-ins."""
-    reset()
+    global machine
+    machine = Machine()
     cutlass = types.ModuleType("cutlass")
     cute = types.ModuleType("cutlass.cute")
     for name in ("Tensor", "Pointer"):

@@ -118,7 +118,6 @@ def test_exchange_to_destinations(k, ranks):
                 equal("destinations", one, other)
 
 
-
 class World:
     """Symmetric memory of all ranks in one process."""
 
