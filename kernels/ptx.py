@@ -17,15 +17,6 @@ def load16(address: Int64) -> tuple[Uint32, Uint32, Uint32, Uint32]:
     )
 
 
-def load16_streaming(address: Int64) -> tuple[Uint32, Uint32, Uint32, Uint32]:
-    """``ld.global.nc.L1::no_allocate.v4``: 16 bytes read once that nobody writes in this kernel."""
-    return inline_ptx(
-        "ld.global.nc.L1::no_allocate.v4.u32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address],
-    )
-
-
 def store16(address: Int64, words: tuple[Uint32, Uint32, Uint32, Uint32]) -> None:
     """``st.global.v4.u32``: 16 bytes, also to a peer's memory."""
     inline_ptx(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ __all__ = [
     "check",
     "from_arguments",
     "load_arguments",
+    "presented_as",
     "set_active",
 ]
 
@@ -157,6 +160,17 @@ def active() -> MoonEPConfig:
                 f"{setting.name}={given_value!r}: say it in one place."
             )
     return dataclasses.replace(_given, max_tokens=_given.max_tokens or parsed.max_tokens)
+
+
+@contextmanager
+def presented_as(transformer_config: Any, dispatcher: str) -> Iterator[None]:
+    """Let a config show another dispatcher type to code of Megatron's that knows no `moonep`."""
+    true_type = transformer_config.moe_token_dispatcher_type
+    transformer_config.moe_token_dispatcher_type = dispatcher
+    try:
+        yield
+    finally:
+        transformer_config.moe_token_dispatcher_type = true_type
 
 
 def check(transformer_config: Any, moonep_config: MoonEPConfig) -> None:

@@ -95,11 +95,8 @@ def _checked(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         if getattr(self, _FIELD) != NAME:
             return post_init(self)
         # Megatron grants some settings to alltoall by name, and we support those.
-        setattr(self, _FIELD, "alltoall")
-        try:
+        with moonep.presented_as(self, "alltoall"):
             post_init(self)
-        finally:
-            setattr(self, _FIELD, NAME)
         moonep.check(self, moonep.active())
 
     return wrapped

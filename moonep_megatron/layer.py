@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class MoonEPMoELayer(MoELayer):
     ) -> None:
         groups = _default_groups() if pg_collection is None else pg_collection
         # The base class knows no `moonep`, and `alltoall` would create a CUDA stream.
-        with _presented_as(config, "allgather"):
+        with moonep_config.presented_as(config, "allgather"):
             super().__init__(config, submodules, layer_number, groups, **kwargs)
         self.moonep = moonep_config.active()
         moonep_config.check(config, self.moonep)
@@ -84,9 +83,9 @@ class MoonEPMoELayer(MoELayer):
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send rows [s, H] and probabilities [s, K]; receive rows [M, H] and probabilities [N]."""
         self.home.replay_pre_hooks()
-        first = self.local_expert_indices[0]
-        order = torch.tensor(self.home.order(), dtype=torch.int32) + first
-        self.token_dispatcher.home_order_n = order
+        if self.token_dispatcher.home_order_Rn is None:  # published with this first dispatch
+            order_n = torch.tensor(self.home.order(), dtype=torch.int32)
+            self.token_dispatcher.home_order_n = order_n + self.local_expert_indices[0]
         if self.probs_on_input:  # K = 1, so a row has one probability before it travels
             hidden_states = (hidden_states * probs).to(hidden_states.dtype)
             probs = torch.ones_like(probs)
@@ -162,17 +161,6 @@ def activation(config: Any) -> Activation:
         return function(gate) * (linear + offset)
 
     return gated
-
-
-@contextmanager
-def _presented_as(config: Any, dispatcher: str) -> Iterator[None]:
-    """Let the shared config show another dispatcher type for a moment."""
-    true_type = config.moe_token_dispatcher_type
-    config.moe_token_dispatcher_type = dispatcher
-    try:
-        yield
-    finally:
-        config.moe_token_dispatcher_type = true_type
 
 
 def _default_groups() -> Any:

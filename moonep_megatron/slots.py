@@ -79,8 +79,3 @@ def slot_pool(group: ProcessGroup, count: int, shape: SlotShape) -> SlotPool:
                 grad2=grad(*shape.fc2),
             )
     return pools[key]
-
-
-def release_slots() -> None:
-    """Drop all pools, for example between models in one process."""
-    _pools.clear()

@@ -148,9 +148,7 @@ class HomeWeights:
 
     def order(self) -> list[int]:
         """Local expert indices in memory order: the order of this rank's home row groups."""
-        self.runs()
-        assert self._order is not None
-        return self._order
+        return self._current_order()
 
     def runs(self) -> list[Run]:
         """The runs, in home order; together they cover all n experts.
@@ -161,13 +159,18 @@ class HomeWeights:
             RuntimeError: when the weights lie in memory in a way that gives no runs, or in another
                 order than at the first forward.
         """
+        order = self._current_order()
+        # Views are made anew: kept ones would keep weights alive that the model has let go.
+        columns = _columns(self.fc1, self.fc2, order)
+        return [_run(columns, a, b) for a, b in self._stretches]
+
+    def _current_order(self) -> list[int]:
+        """The order, after looking at the weights again where they have moved."""
         if self._addresses() != self._seen:
             self._find_stretches()
             self._seen = self._addresses()
         assert self._order is not None
-        # Views are made anew: kept ones would keep weights alive that the model has let go.
-        columns = _columns(self.fc1, self.fc2, self._order)
-        return [_run(columns, a, b) for a, b in self._stretches]
+        return self._order
 
     def replay_pre_hooks(self) -> None:
         """Run DDP's parameter all-gather hooks, which fire on modules that we do not call.

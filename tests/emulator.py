@@ -285,7 +285,6 @@ ptx = types.SimpleNamespace(
     load=load,
     store=store,
     load16=load16,
-    load16_streaming=load16,
     store16=store16,
     load_byte=lambda address: Uint32(load(address, "u8")),
     load_float=load_float,

@@ -142,19 +142,6 @@ class Backend(ABC):
         """
 
 
-def wave_experts(plan: Plan, rank: int, wave: int, slots: int) -> Tensor:
-    """Foreign experts that ``rank`` holds in ``wave``, by slot.
-
-    Args:
-        slots: B.
-
-    Returns:
-        int32 [<= B], without empty entries.
-    """
-    experts = plan.foreign_expert_Rn[rank, wave * slots : (wave + 1) * slots]
-    return experts[experts >= 0]
-
-
 def receive_rows(
     rank_sK: Tensor, row_sK: Tensor, source: int, ranks: int, max_tokens: int
 ) -> Tensor:

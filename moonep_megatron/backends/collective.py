@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonep_megatron.backends.base import Backend, Route, first_entry, receive_rows, wave_experts
+from moonep_megatron.backends.base import Backend, Route, first_entry, receive_rows
 from moonep_megatron.plan import Plan, destinations, make_plan, plan_hash
 
 
@@ -26,6 +26,7 @@ class CollectiveRoute(Route):
     """A `Route` with the split sizes and orders of this rank's collectives.
 
     Attributes:
+        foreign_Rn: the plan's foreign experts on the host, read by every push and pull.
         sent_token_U: int64, the token behind each row this rank sends, by (destination, token).
         sent_rows, received_rows: rows to and from each rank.
         received_row_V: int64, the receive row of each arriving row, by (source, token).
@@ -36,6 +37,7 @@ class CollectiveRoute(Route):
         gather_order_U, gather_starts_s: sent rows by (token, destination), and where each begins.
     """
 
+    foreign_Rn: list[list[int]]
     sent_token_U: Tensor
     sent_rows: list[int]
     received_rows: list[int]
@@ -148,7 +150,7 @@ class CollectiveBackend(Backend):
         # Straight from parameter to slot: a hot expert's home would have to stage R - 1 copies.
         transfers = []
         for holder in range(self.size):
-            for slot, expert, home in self._copies(route.plan, holder, wave):
+            for slot, expert, home in self._copies(route, holder, wave):
                 if home == self.rank:
                     transfers.append(self._send(weights_n[expert], holder, slot))
                 elif holder == self.rank:
@@ -162,7 +164,7 @@ class CollectiveBackend(Backend):
         sums: dict[int, Tensor] = {}
         # Holder by holder, so that a home stages the copies of one at a time, and adds in order.
         for holder in range(self.size):
-            copies = self._copies(route.plan, holder, wave)
+            copies = self._copies(route, holder, wave)
             if holder == self.rank:
                 _finish([self._send(slot_grads_Boi[slot], home, slot) for slot, _, home in copies])
             mine = [(slot, expert) for slot, expert, home in copies if home == self.rank]
@@ -253,6 +255,7 @@ class CollectiveBackend(Backend):
             topk=topk,
             max_tokens=max_tokens,
             waves=plan.waves(self.slots),
+            foreign_Rn=plan.foreign_expert_Rn.tolist(),
             sent_token_U=token_U,
             sent_rows=sent_rows,
             received_rows=received_rows,
@@ -279,11 +282,12 @@ class CollectiveBackend(Backend):
         sent, received = torch.stack([sent_R2.t(), received_R2.t()]).tolist()
         return sent, received
 
-    def _copies(self, plan: Plan, holder: int, wave: int) -> list[tuple[int, int, int]]:
+    def _copies(self, route: Route, holder: int, wave: int) -> list[tuple[int, int, int]]:
         """What ``holder`` holds in this wave: (slot, local index at home, home rank), by slot."""
+        assert isinstance(route, CollectiveRoute)
         n = self.num_experts // self.size
-        experts = wave_experts(plan, holder, wave, self.slots).tolist()
-        return [(slot, expert % n, expert // n) for slot, expert in enumerate(experts)]
+        experts = route.foreign_Rn[holder][wave * self.slots : (wave + 1) * self.slots]
+        return [(slot, e % n, e // n) for slot, e in enumerate(experts) if e >= 0]
 
     def _send(self, tensor: Tensor, to: int, slot: int) -> dist.P2POp:
         return dist.P2POp(dist.isend, tensor, group=self.group, tag=slot, group_peer=to)
