@@ -43,6 +43,8 @@ def greedy_row(
     t, more = s.scalars[TRANSFERS], Int32(1)
     while more != 0:
         rank = _next_rank(s, flow, ranks, homes)
+        # All lanes have read before lane 0 writes: a reduction alone orders no memory.
+        cute.arch.sync_warp()
         if rank < warp.MOST:
             if lane == 0:
                 s.open[rank] = 0

@@ -37,10 +37,11 @@ def find(
     if own == 0:
         _fill(s, fills, ranks)
     cute.arch.sync_threads()
-    filled = s.scalars[FILLS]
+    # Read before the barrier, behind which warp 0 may set it.
+    filled, complete = s.scalars[FILLS], s.scalars[EXISTS]
     _serve(s, Int32(0), filled, pieces, homes, threads)
     cute.arch.sync_threads()
-    if s.scalars[EXISTS] == 0:
+    if complete == 0:
         left = ranks - filled
         if left <= chain.EXACT_RANKS:
             chain.exact_row(s, left, ranks, homes, threads)
@@ -80,6 +81,8 @@ def _fill(s: State, fills: Int32, ranks: cutlass.Constexpr[int]) -> None:
                     donor = g * warp.WARP + warp.lowest(gives)
                 if takes != 0:
                     receiver = g * warp.WARP + warp.lowest(takes)
+            # All lanes have read before lane 0 writes: a vote alone orders no memory.
+            cute.arch.sync_warp()
             if lane == 0:
                 s.surplus[donor] = most + least
                 s.surplus[receiver] = 0
@@ -149,6 +152,8 @@ def _take(
     if left > 0:
         _reinsert(s, row, cut, left, homes)
         new_head = cut
+    # All lanes have read the old head.
+    cute.arch.sync_warp()
     if lane == 0:
         s.head[donor] = new_head
         s.received[receiver] = cut + 1 - head
