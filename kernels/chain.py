@@ -7,7 +7,7 @@ beyond that a greedy one, which may find none. Both append the transfers of the 
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 from moonep_megatron.kernels import warp
 from moonep_megatron.kernels.candidate import EXACT_RANKS, EXISTS, TRANSFERS, State, append, padded
 
@@ -39,54 +39,115 @@ def greedy_row(
     Among equals one that absorbs comes first, the one that leaves the least flow; else the hottest.
     """
     lane, _ = warp.lane_and_warp()
+    groups = range(padded(ranks) // warp.WARP)
+    # A lane keeps its ranks' state in registers: only ``after`` is read step by step.
+    mine = [g * warp.WARP + lane for g in groups]
+    surplus, cap = [s.surplus[d] for d in mine], [s.cap[d] for d in mine]
+    head, is_open = [s.head[d] for d in mine], [s.open[d] for d in mine]
+    rows = [cutlass.min(d, ranks - 1) * (homes + 1) for d in mine]
     placed, flow, before = Int32(0), Int32(0), Int32(0)
     t, more = s.scalars[TRANSFERS], Int32(1)
+    # All lanes have read before lane 0 writes: a vote alone orders no memory.
+    cute.arch.sync_warp()
     while more != 0:
-        rank = _next_rank(s, flow, ranks, homes)
-        # All lanes have read before lane 0 writes: a reduction alone orders no memory.
-        cute.arch.sync_warp()
-        if rank < warp.MOST:
-            if lane == 0:
-                s.open[rank] = 0
-                if flow > 0:
-                    append(s, t, before, rank, flow)
+        passed = _pass_on(s, rows, head, [c - flow for c in cap], homes)
+        ratings = []
+        for g in cutlass.range_constexpr(len(groups)):
+            rating = passed[g] * 2 + Int32(surplus[g] > 0)
+            if is_open[g] == 0 or cap[g] < flow or flow + surplus[g] < 0:
+                rating = Int32(warp.MOST)
+            ratings.append(rating)
+        best, preferred, rank = _best(surplus, ratings, flow)
+        if best < warp.MOST:
+            if lane == 0 and flow > 0:
+                append(s, t, before, rank, flow)
             t += Int32(flow > 0)
-            flow += s.surplus[rank]
+            # flow + surplus, without a look at whose it is
+            flow = flow - preferred if best & 1 != 0 else preferred
+            for g in cutlass.range_constexpr(len(groups)):
+                if mine[g] == rank:
+                    is_open[g] = Int32(0)
             before = rank
             placed += 1
-        if rank == warp.MOST or placed == left:
+        if best == warp.MOST or placed == left:
             more = Int32(0)
-        cute.arch.sync_warp()
     if lane == 0:
         s.scalars[TRANSFERS] = t
         s.scalars[EXISTS] = Int32(placed == left)
 
 
+def _probes(homes: int) -> list[tuple[int, int]]:
+    """Levels of a search among ``homes + 1`` answers: places to look at, and the step between."""
+    steps = [1]
+    while steps[0] * 8 <= homes + 1:
+        steps.insert(0, steps[0] * 4)
+    return [(-(-(homes + 1) // steps[0]) - 1, steps[0]), *((3, step) for step in steps[1:])]
+
+
 @cute.jit
-def _next_rank(
-    s: State, flow: Int32, ranks: cutlass.Constexpr[int], homes: cutlass.Constexpr[int]
-) -> Int32:
-    """One warp: the rank to place next, ``warp.MOST`` where none may take the flow."""
+def _pass_on(
+    s: State,
+    rows: list[Int32],
+    heads: list[Int32],
+    rooms: list[Int32],
+    homes: cutlass.Constexpr[int],
+) -> list[Int32]:
+    """`_passes_on` of several ranks at once, four ways a step; ``rows`` is where each begins.
+
+    Without room the answer means nothing.
+    """
+    low = heads
+    for count, step in _probes(homes):
+        after = [
+            [s.after[row + cutlass.min(k + (m + 1) * step - 1, homes)] for m in range(count)]
+            for row, k in zip(rows, low, strict=True)
+        ]
+        low = [
+            k + step * _number([value > room for value in values])
+            for k, room, values in zip(low, rooms, after, strict=True)
+        ]
+    return [k - head for k, head in zip(low, heads, strict=True)]
+
+
+def _number(flags: list[Boolean]) -> Int32:
+    """How many hold."""
+    total = Int32(0)
+    for flag in flags:
+        total = total + Int32(flag)
+    return total
+
+
+@cute.jit
+def _best(
+    surplus: list[Int32], ratings: list[Int32], flow: Int32
+) -> tuple[Int32, Int32, Int32]:
+    """One warp: the least rating, what it is preferred for among equals, and the lowest such rank.
+
+    Of ranks that give rows, the preference is minus their surplus; of others, the flow they leave.
+    """
     lane, _ = warp.lane_and_warp()
-    first, second, rank = Int32(warp.MOST), Int32(warp.MOST), Int32(warp.MOST)
-    for g in cutlass.range_constexpr(padded(ranks) // warp.WARP):
-        d = g * warp.WARP + lane
-        surplus, room = s.surplus[d], s.cap[d] - flow
-        if s.open[d] != 0 and room >= 0 and flow + surplus >= 0:
-            gives = Int32(surplus > 0)
-            preference = flow + surplus
-            if gives != 0:
-                preference = Int32(0) - surplus
-            rating = _passes_on(s, d, room, homes) * 2 + gives
-            if rating < first or (rating == first and preference < second):
-                first, second, rank = rating, preference, d
-    best = warp.warp_min(first)
-    if best != first:
-        second = Int32(warp.MOST)
-    preferred = warp.warp_min(second)
-    if best != first or preferred != second:
-        rank = Int32(warp.MOST)
-    return warp.warp_min(rank)
+    least = ratings[0]
+    for rating in ratings[1:]:
+        least = cutlass.min(least, rating)
+    best = warp.warp_min(least)
+    preferences = []
+    preferred = Int32(warp.MOST)
+    for g in cutlass.range_constexpr(len(ratings)):
+        preference = Int32(warp.MOST)
+        if ratings[g] == best:
+            preference = flow + surplus[g]
+            if best & 1 != 0:
+                preference = Int32(0) - surplus[g]
+        preferences.append(preference)
+        preferred = cutlass.min(preferred, preference)
+    preferred = warp.warp_min(preferred)
+    rank = Int32(warp.MOST)
+    for i in cutlass.range_constexpr(len(ratings)):
+        g = len(ratings) - 1 - i
+        who = warp.ballot(ratings[g] == best and preferences[g] == preferred)
+        if who != 0:
+            rank = g * warp.WARP + warp.lowest(who)
+    return best, preferred, rank
 
 
 @cute.jit

@@ -97,6 +97,8 @@ class Inputs(NamedTuple):
 class _Tables(NamedTuple):
     order: cute.Tensor
     """[R, n] home experts in the order of their groups."""
+    received: cute.Tensor
+    """[R]"""
     kept: cute.Tensor
     """[E] rows that stay at home."""
     takers: cute.Tensor
@@ -149,6 +151,7 @@ def _allocate(ranks: cutlass.Constexpr[int], experts: cutlass.Constexpr[int]) ->
     smem = cutlass.utils.SmemAllocator()
     sizes = [
         experts,
+        ranks,
         experts,
         experts * _words(ranks),
         *[experts] * 6,
@@ -172,21 +175,27 @@ def _read_pieces(
 ) -> None:
     thread, _, _ = cute.arch.thread_idx()
     homes, words = experts // ranks, _words(ranks)
-    for e in cutlass.range(thread, experts, threads):
-        t.order[e] = ptx.load(inputs.home_order + e * 4, "s32")
-        t.kept[e] = inputs.totals[e]
-        for w in cutlass.range_constexpr(words):
-            t.takers[e * words + w] = 0
-    cute.arch.sync_threads()
     for i in cutlass.range(thread, experts, threads):
         d = i // homes
-        t.piece[i] = warp.MOST
-        if i - d * homes < ptx.load(inputs.received + d * 4, "s32"):
-            e = ptx.load(pieces + i * 8, "s32")
-            rows = ptx.load(pieces + i * 8 + 4, "s32")
-            t.piece[i] = e
-            t.piece_rows[i] = rows
-            cute.arch.atomic_add(t.kept.iterator + e, Int32(0) - rows)
+        # All loads at once, also of places without a piece.
+        order, kept = ptx.load(inputs.home_order + i * 4, "s32"), inputs.totals[i]
+        received = ptx.load(inputs.received + d * 4, "s32")
+        e, rows = ptx.load(pieces + i * 8, "s32"), ptx.load(pieces + i * 8 + 4, "s32")
+        if i - d * homes >= received:
+            e = Int32(warp.MOST)
+        if i == d * homes:
+            t.received[d] = received
+        t.order[i] = order
+        t.kept[i] = kept
+        t.piece[i] = e
+        t.piece_rows[i] = rows
+        for w in cutlass.range_constexpr(words):
+            t.takers[i * words + w] = 0
+    cute.arch.sync_threads()
+    for i in cutlass.range(thread, experts, threads):
+        d, e = i // homes, t.piece[i]
+        if e != warp.MOST:
+            cute.arch.atomic_add(t.kept.iterator + e, Int32(0) - t.piece_rows[i])
             word = t.takers.iterator + (e * words + d // 32)
             cute.arch.atomic_or(word, Int32(1) << (d % 32))
     cute.arch.sync_threads()
@@ -208,7 +217,7 @@ def _sort_foreign(
         place, foreign, rows = i, Int32(-1), Int32(0)
         if mine != warp.MOST:
             place, foreign, rows = d * homes, mine, t.piece_rows[i]
-            for other in cutlass.range(d * homes, d * homes + homes):
+            for other in cutlass.range(d * homes, d * homes + t.received[d]):
                 if t.piece[other] < mine:
                     place += 1
         t.foreign[place] = foreign

@@ -22,6 +22,9 @@ from cutlass import Int32, Int64, cute
 from moonep_megatron.kernels import chain, ptx, warp
 from moonep_megatron.kernels.candidate import EXISTS, FILLS, TRANSFERS, State, append, padded
 
+# Shared loads that a lane has under way at once.
+_BATCH = 4
+
 
 @cute.jit
 def find(
@@ -62,10 +65,12 @@ def _fill(s: State, fills: Int32, ranks: cutlass.Constexpr[int]) -> None:
     """
     lane, _ = warp.lane_and_warp()
     groups = padded(ranks) // warp.WARP
+    # A lane keeps its ranks' state in registers: the steps wait for nothing but votes.
+    surplus = [s.surplus[g * warp.WARP + lane] for g in range(groups)]
+    filled = [Int32(0)] * groups
     t = Int32(0)
     more = Int32(1)
     while more != 0:
-        surplus = [s.surplus[g * warp.WARP + lane] for g in range(groups)]
         most, least = surplus[0], surplus[0]
         for g in cutlass.range_constexpr(1, groups):
             most = cutlass.max(most, surplus[g])
@@ -81,12 +86,13 @@ def _fill(s: State, fills: Int32, ranks: cutlass.Constexpr[int]) -> None:
                     donor = g * warp.WARP + warp.lowest(gives)
                 if takes != 0:
                     receiver = g * warp.WARP + warp.lowest(takes)
-            # All lanes have read before lane 0 writes: a vote alone orders no memory.
-            cute.arch.sync_warp()
+            for g in cutlass.range_constexpr(groups):
+                if g * warp.WARP + lane == donor:
+                    surplus[g] = most + least
+                if g * warp.WARP + lane == receiver:
+                    surplus[g] = Int32(0)
+                    filled[g] = Int32(1)
             if lane == 0:
-                s.surplus[donor] = most + least
-                s.surplus[receiver] = 0
-                s.open[receiver] = 0
                 append(s, t, donor, receiver, Int32(0) - least)
             t += 1
         else:
@@ -95,7 +101,10 @@ def _fill(s: State, fills: Int32, ranks: cutlass.Constexpr[int]) -> None:
                 s.scalars[FILLS] = t
                 s.scalars[TRANSFERS] = t
                 s.scalars[EXISTS] = Int32(most == 0)
-        cute.arch.sync_warp()
+    for g in cutlass.range_constexpr(groups):
+        s.surplus[g * warp.WARP + lane] = surplus[g]
+        if filled[g] != 0:
+            s.open[g * warp.WARP + lane] = 0
 
 
 @cute.jit
@@ -108,9 +117,15 @@ def _serve(
     threads: cutlass.Constexpr[int],
 ) -> None:
     """All warps: say which experts move, a donor a warp, so that its transfers stay in order."""
-    _, own = warp.lane_and_warp()
-    for t in cutlass.range(first, last):
-        if s.donor[t] % (threads // warp.WARP) == own:
+    lane, own = warp.lane_and_warp()
+    for start in cutlass.range(first, last, warp.WARP):
+        ours = Int32(0)
+        if start + lane < last:
+            ours = Int32(s.donor[start + lane] % (threads // warp.WARP) == own)
+        left = warp.ballot(ours != 0)
+        while left != 0:
+            t = start + warp.lowest(left)
+            left &= left - 1
             _take(s, s.donor[t], s.receiver[t], s.moved[t], pieces, homes)
 
 
@@ -132,10 +147,13 @@ def _take(
     head = s.head[donor]
     keeps = s.after[row + head] - moved
     whole = Int32(0)
-    for start in cutlass.range(head, homes, warp.WARP):
-        k = start + lane
-        if k < homes and s.after[row + k + 1] > keeps:
-            whole += 1
+    for start in cutlass.range(0, homes, _BATCH * warp.WARP):
+        # Also the experts before the head, so that these loads need not wait for it.
+        ks = [start + i * warp.WARP + lane for i in range(_BATCH)]
+        after = [s.after[row + cutlass.min(k + 1, homes)] for k in ks]
+        for i in cutlass.range_constexpr(_BATCH):
+            if ks[i] >= head and ks[i] < homes and after[i] > keeps:
+                whole += 1
     # experts head..cut-1 leave as a whole, expert ``cut`` in part or as a whole
     cut = head + warp.warp_sum(whole)
     left = keeps - s.after[row + cut + 1]

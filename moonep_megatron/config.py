@@ -30,6 +30,7 @@ __all__ = [
 
 BACKENDS = ("auto", "symmetric", "collective")
 _PREFIX = "moe_moonep_"
+_MOST_SECONDS = 1e9  # kernels count nanoseconds in 64 bits
 
 
 def _flag(name: str) -> str:
@@ -64,7 +65,9 @@ class MoonEPConfig:
     max_tokens: int | None = _option(
         None, "most tokens of a rank in a microbatch (default: from Megatron's arguments)", type=int
     )
-    timeout: float = _option(300.0, "seconds that a rank waits for another", type=float)
+    timeout: float = _option(
+        300.0, "seconds that a rank waits for another (symmetric backend)", type=float
+    )
     check_plan: bool = _option(False, "debugging: compare the plans of all ranks in every layer")
 
     def __post_init__(self) -> None:
@@ -75,8 +78,8 @@ class MoonEPConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 self._refuse(name, "give a number above 0, or leave it out")
-        if not self.timeout > 0:
-            self._refuse("timeout", "give seconds above 0")
+        if not 0 < self.timeout <= _MOST_SECONDS:
+            self._refuse("timeout", f"give seconds above 0, at most {_MOST_SECONDS:g}")
         if self.force_maxvio is not None and not self.force_maxvio >= 0:
             self._refuse("force_maxvio", "give a number of at least 0, or leave it out")
 

@@ -78,9 +78,18 @@ def _biased_twice(value: Any, at: _Settings) -> bool:
     return value is not None and at.moe_moonep_force_maxvio is not None
 
 
-def _ends_before_ours(value: Any, at: _Settings) -> bool:
-    kernels = at.moe_moonep_backend != "collective"
-    return bool(value) and kernels and value * 60 <= at.moe_moonep_timeout
+def _ends_before_ours(seconds: float) -> Test:
+    """For a limit of Megatron's in units of so many seconds."""
+
+    def refused(value: Any, at: _Settings) -> bool:
+        kernels = at.moe_moonep_backend != "collective"
+        return bool(value) and kernels and value * seconds <= at.moe_moonep_timeout
+
+    return refused
+
+
+def _without_symmetric(value: Any, at: _Settings) -> bool:
+    return bool(value) and at.moe_moonep_backend == "collective"
 
 
 @dataclass(frozen=True)
@@ -256,11 +265,23 @@ REFUSED: tuple[Refusal, ...] = (
         remedy="use one of the two",
     ),
     Refusal(
-        "distributed_timeout_minutes",
-        "Megatron would end the run before moonep can name the rank that does not answer",
-        when="not above `--moe-moonep-timeout` (seconds), unless the backend is `collective`",
-        refused=_ends_before_ours,
-        remedy="raise it, or lower --moe-moonep-timeout",
+        "moe_moonep_redispatch",
+        "the collective backend keeps the dispatched rows",
+        when="set together with `--moe-moonep-backend collective`",
+        refused=_without_symmetric,
+    ),
+    *(
+        Refusal(
+            field,
+            "Megatron would end the run before moonep can name the rank that does not answer",
+            when="not above `--moe-moonep-timeout` (seconds), unless the backend is `collective`",
+            refused=_ends_before_ours(seconds),
+            remedy="raise it, or lower --moe-moonep-timeout",
+        )
+        for field, seconds in (
+            ("distributed_timeout_minutes", 60),
+            ("distributed_timeout_seconds_after_init", 1),
+        )
     ),
 )
 

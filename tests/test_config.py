@@ -33,6 +33,8 @@ def nothing_in_force(monkeypatch):
         ("max_tokens", 0),
         ("timeout", 0.0),
         ("timeout", float("nan")),
+        ("timeout", float("inf")),
+        ("timeout", 1e10),
         ("force_maxvio", -0.5),
         ("force_maxvio", float("nan")),
     ],

@@ -108,9 +108,17 @@ REFUSED_CASES = {
     ],
     "transformer_impl": [{"transformer_impl": "inference_optimized"}],
     "moe_router_force_biased": [{"moe_router_force_biased": 1.0, "moe_moonep_force_maxvio": 2.0}],
+    "moe_moonep_redispatch": [
+        {"moe_moonep_redispatch": True, "moe_moonep_backend": "collective"}
+    ],
     "distributed_timeout_minutes": [
         {"distributed_timeout_minutes": 5},
         {"distributed_timeout_minutes": 10, "moe_moonep_timeout": 3600.0},
+        {"distributed_timeout_minutes": 5, "moe_moonep_backend": "symmetric"},
+    ],
+    "distributed_timeout_seconds_after_init": [
+        {"distributed_timeout_seconds_after_init": 300},
+        {"distributed_timeout_seconds_after_init": 30, "moe_moonep_timeout": 30.5},
     ],
 }  # fmt: skip
 
@@ -135,7 +143,12 @@ ACCEPTED = [
     {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe_act"]},
     {"moe_router_force_biased": 1.0},
     {"moe_moonep_force_maxvio": 2.0},
-    {"distributed_timeout_minutes": 10},
+    {"distributed_timeout_minutes": 10, "distributed_timeout_seconds_after_init": 301},
+    {"distributed_timeout_minutes": 6, "distributed_timeout_seconds_after_init": None},
+    {"distributed_timeout_minutes": 1, "moe_moonep_backend": "collective"},
+    {"distributed_timeout_minutes": 1, "moe_moonep_timeout": 59.5},
+    {"moe_moonep_redispatch": True},
+    {"moe_moonep_redispatch": True, "moe_moonep_backend": "symmetric"},
     {"moe_dispatch_fwd_dtype": "bf16"},
     {"cuda_graph_impl": "none", "transformer_impl": "local"},
     {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 8, "moe_permute_fusion": True},
@@ -241,6 +254,7 @@ NOT_EVERYWHERE = {
     "expert_gtp_weight_remat_size",
     "use_layer_wise_distributed_optimizer",
     "moe_moonep_slots",
+    "moe_moonep_redispatch",
 }
 
 
