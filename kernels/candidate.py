@@ -45,7 +45,8 @@ class State(NamedTuple):
     last: cute.Tensor
     """[sets], which member enters the set last."""
     member: cute.Tensor
-    """[8] ranks of the subset table."""
+    """[8] ranks of the subset table, and their surplus; zero behind the last."""
+    excess: cute.Tensor
 
 
 FILLS, TRANSFERS, EXISTS = range(3)
@@ -61,7 +62,7 @@ def allocate(ranks: cutlass.Constexpr[int], homes: cutlass.Constexpr[int]) -> St
     """Shared memory of a candidate."""
     smem = cutlass.utils.SmemAllocator()
     sizes = [ranks * (homes + 1)] * 3 + [padded(ranks)] * 9 + [4]
-    sizes += [SETS * EXACT_RANKS, SETS, SETS, EXACT_RANKS]
+    sizes += [SETS * EXACT_RANKS, SETS, SETS, EXACT_RANKS, EXACT_RANKS]
     return State(
         *[smem.allocate_tensor(Int32, cute.make_layout(size), byte_alignment=16) for size in sizes]
     )

@@ -183,13 +183,19 @@ def exact_row(
 def _list_open(s: State, ranks: cutlass.Constexpr[int]) -> None:
     """Warp 0: the open ranks, ascending; at most eight."""
     lane, _ = warp.lane_and_warp()
+    if lane < EXACT_RANKS:
+        s.member[lane] = 0
+        s.excess[lane] = 0
+    cute.arch.sync_warp()
     found = Int32(0)
     for g in cutlass.range_constexpr(padded(ranks) // warp.WARP):
         d = g * warp.WARP + lane
         is_open = s.open[d] != 0
         opens = warp.ballot(is_open)
         if is_open:
-            s.member[found + cute.arch.popc(opens & warp.lower_lanes())] = d
+            place = found + cute.arch.popc(opens & warp.lower_lanes())
+            s.member[place] = d
+            s.excess[place] = s.surplus[d]
         found += cute.arch.popc(opens)
 
 
@@ -200,22 +206,29 @@ def _fill_ways(
     homes: cutlass.Constexpr[int],
     threads: cutlass.Constexpr[int],
 ) -> None:
-    """All threads: what every rank passes on where it enters every set last."""
+    """All threads: what every rank passes on where it enters every set last; at least one rank.
+
+    A thread takes a rank and a set without it, and so two entries: this set has no way.
+    """
     thread, _, _ = cute.arch.thread_idx()
-    for i in cutlass.range(thread, EXACT_RANKS << left, threads):
-        placed, k = i // EXACT_RANKS, i % EXACT_RANKS
+    for i in cutlass.range(thread, EXACT_RANKS << (left - 1), threads):
+        number, k = i // EXACT_RANKS, i % EXACT_RANKS
         way = Int32(_NEVER)
-        if (placed >> k) & 1 != 0:
-            rest = placed ^ (Int32(1) << k)
+        rest, placed = number, number | (Int32(1) << (left - 1))
+        if k < left:
+            # The set's bits from k on make room for k.
+            rest = number + (number >> k << k)
+            placed = rest | (Int32(1) << k)
             flow = Int32(0)
+            excess = [s.excess[other] for other in range(EXACT_RANKS)]
             for other in cutlass.range_constexpr(EXACT_RANKS):
-                if (rest >> other) & 1 != 0:
-                    flow += s.surplus[s.member[other]]
+                flow += excess[other] * ((rest >> other) & 1)
             rank = s.member[k]
             room = s.cap[rank] - flow
-            if room >= 0 and flow + s.surplus[rank] >= 0:
+            if room >= 0 and flow + s.excess[k] >= 0:
                 way = _passes_on(s, rank, room, homes)
-        s.ways[i] = way
+        s.ways[rest * EXACT_RANKS + k] = Int32(_NEVER)
+        s.ways[placed * EXACT_RANKS + k] = way
     cute.arch.sync_threads()
 
 
@@ -236,15 +249,17 @@ def _shortest(
         for placed in cutlass.range(thread, Int32(1) << left, threads):
             if cute.arch.popc(placed) == size:
                 best, last = Int32(_NEVER), Int32(0)
+                # All loads at once and no branches; who is not in the set has no way into it.
+                ways = [s.ways[placed * EXACT_RANKS + k] for k in range(EXACT_RANKS)]
+                before = [s.cost[placed & ~(1 << k)] for k in range(EXACT_RANKS)]
                 for k in cutlass.range_constexpr(EXACT_RANKS):
-                    if (placed >> k) & 1 != 0:
-                        way, before = s.ways[placed * EXACT_RANKS + k], s.cost[placed ^ (1 << k)]
-                        if way <= bound and before < _NEVER:
-                            joined = cutlass.max(before, way)
-                            if cutlass.const_expr(add):
-                                joined = before + way
-                            if joined < best:
-                                best, last = joined, Int32(k)
+                    joined = cutlass.max(before[k], ways[k])
+                    if cutlass.const_expr(add):
+                        joined = before[k] + ways[k]
+                    if cutlass.max(ways[k] - bound, before[k] - (_NEVER - 1)) > 0:
+                        joined = Int32(_NEVER)
+                    if joined < best:
+                        best, last = joined, Int32(k)
                 s.cost[placed] = best
                 s.last[placed] = last
     cute.arch.sync_threads()
