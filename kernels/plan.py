@@ -51,7 +51,7 @@ class PlanConfig:
 
     @property
     def record(self) -> int:
-        """Ints of a candidate in the scratch memory, a multiple of four."""
+        """Ints of a candidate in the scratch memory."""
         return -(-(_RECEIVED + self.ranks) // 4) * 4 + 2 * self.experts
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
@@ -69,7 +69,7 @@ class PlanConfig:
             slots: Int32,
         ) -> None:
             _solve(totals, scratch, config)
-            if sync.last_block(scratch, Int32(config.candidates)):
+            if sync.last_block_here(scratch, Int32(config.candidates)):
                 winner = _choose(scratch, out, slots, config)
                 layout.lay_out(
                     layout.Inputs(totals, counts, home_order, winner + _RECEIVED * 4, out),
@@ -280,16 +280,20 @@ def _choose(
     first. ``best`` takes it where it is cheaper than pairs, the last one.
     """
     lane, _ = warp.lane_and_warp()
-    candidates = config.candidates
-    first = Int32(candidates - 1)
-    for i in cutlass.range_constexpr(-(-candidates // warp.WARP)):
-        number = (-(-candidates // warp.WARP) - 1 - i) * warp.WARP + lane
-        exists = Int32(0)
-        if number < candidates:
-            exists = ptx.load(_record(scratch, number, config) + _EXISTS * 4, "s32")
+    last = config.candidates - 1
+    rounds = range(-(-config.candidates // warp.WARP))
+    # What all candidates cost, one a lane and round, all loads at once.
+    records = [_record(scratch, cutlass.min(i * warp.WARP + lane, last), config) for i in rounds]
+    costs = [[ptx.load(record + i * 4, "s32") for i in range(_RECEIVED)] for record in records]
+    first = Int32(last)
+    for i in cutlass.range_constexpr(len(rounds)):
+        g = len(rounds) - 1 - i
+        exists = costs[g][_EXISTS]
+        if g * warp.WARP + lane > last:
+            exists = Int32(0)
         who = warp.ballot(exists != 0)
         if who != 0:
-            first = number - lane + warp.lowest(who)
+            first = g * warp.WARP + warp.lowest(who)
     rule = Int32(RULES.index("peel"))
     if cutlass.const_expr(config.planner == "pairs"):
         rule = Int32(RULES.index("pairs"))
@@ -300,9 +304,9 @@ def _choose(
     elif cutlass.const_expr(config.planner == "best"):
         if first == 0:
             rule = Int32(RULES.index("chain"))
-        if not _cheaper(_record(scratch, first, config), scratch, slots, config):
+        if not _cheaper(_cost_of(costs, first), _cost_of(costs, Int32(last)), slots):
             rule = Int32(RULES.index("pairs"))
-            first = Int32(candidates - 1)
+            first = Int32(last)
     thread, _, _ = cute.arch.thread_idx()
     if thread == 0:
         ptx.store(out, rule, "s32")
@@ -310,18 +314,24 @@ def _choose(
 
 
 @cute.jit
-def _cheaper(
-    record: Int64, scratch: Int64, slots: Int32, config: cutlass.Constexpr[PlanConfig]
-) -> Boolean:
-    """Whether a record costs less than that of pairs, in (waves, busiest, all)."""
-    pairs = _record(scratch, Int32(config.candidates - 1), config)
-    waves = (ptx.load(record + _WIDEST * 4, "s32") + slots - 1) // slots
-    pairs_waves = (ptx.load(pairs + _WIDEST * 4, "s32") + slots - 1) // slots
-    busiest, pairs_busiest = (ptx.load(r + _BUSIEST * 4, "s32") for r in (record, pairs))
-    everything, pairs_all = (ptx.load(r + _ALL * 4, "s32") for r in (record, pairs))
-    cheaper = waves < pairs_waves
-    if waves == pairs_waves:
-        cheaper = busiest < pairs_busiest
-        if busiest == pairs_busiest:
-            cheaper = everything < pairs_all
+def _cost_of(costs: list[list[Int32]], number: Int32) -> list[Int32]:
+    """Of one candidate, from the lane that has it."""
+    found = [Int32(0)] * len(costs[0])
+    for g in cutlass.range_constexpr(len(costs)):
+        for i in cutlass.range_constexpr(len(found)):
+            value = cute.arch.shuffle_sync(costs[g][i], number % warp.WARP)
+            if number // warp.WARP == g:
+                found[i] = value
+    return found
+
+
+@cute.jit
+def _cheaper(cost: list[Int32], other: list[Int32], slots: Int32) -> Boolean:
+    """Whether one cost is less than another, in (waves, busiest, all)."""
+    waves, other_waves = ((c[_WIDEST] + slots - 1) // slots for c in (cost, other))
+    cheaper = waves < other_waves
+    if waves == other_waves:
+        cheaper = cost[_BUSIEST] < other[_BUSIEST]
+        if cost[_BUSIEST] == other[_BUSIEST]:
+            cheaper = cost[_ALL] < other[_ALL]
     return cheaper

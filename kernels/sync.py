@@ -162,10 +162,19 @@ def last_block(arrivals: Int64, blocks: Int32) -> Boolean:
     Args:
         arrivals: address of the stage's grid counter.
     """
-    thread, _, _ = cute.arch.thread_idx()
     # Every thread fences its own stores for the peers; the barrier and thread 0's atomic then carry
     # them to the last block (cumulativity).
     ptx.fence_sys()
+    last = last_block_here(arrivals, blocks)
+    if last:
+        ptx.fence_sys()
+    return last
+
+
+@cute.jit
+def last_block_here(arrivals: Int64, blocks: Int32) -> Boolean:
+    """`last_block` where only this GPU reads what the blocks stored, and no peer is told."""
+    thread, _, _ = cute.arch.thread_idx()
     smem = cutlass.utils.SmemAllocator()
     word = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
     cute.arch.sync_threads()
@@ -175,10 +184,7 @@ def last_block(arrivals: Int64, blocks: Int32) -> Boolean:
             ptx.store(arrivals, Int32(0), "s32")
         word[0] = before
     cute.arch.sync_threads()
-    last = word[0] == blocks - 1
-    if last:
-        ptx.fence_sys()
-    return last
+    return word[0] == blocks - 1
 
 
 def arrivals(control: Int64, stage: int) -> Int64:
