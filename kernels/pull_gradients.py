@@ -158,11 +158,14 @@ def _add(
     chunk: Int32,
     count: cutlass.Constexpr[int],
     dtype: cutlass.Constexpr[type],
+    alone: cutlass.Constexpr[bool],
 ) -> None:
     """``count`` chunks of one thread, a block's width apart, over the copies [first, end).
 
     Args:
         source: address of the first copy's slot.
+        alone: there is one copy. Then nothing stands between the loads from far and from near, not
+            even a loop without turns, at which the loads before it are waited for.
     """
     start = Int64(chunk) * dup.CHUNK_BYTES
     step = dup.THREADS * dup.CHUNK_BYTES
@@ -170,19 +173,21 @@ def _add(
     target += Int64(chunk) * (_WIDTH * dtype.width // 8)
     target_step = dup.THREADS * (_WIDTH * dtype.width // 8)
     far = [ptx.load16(source + start + i * step) for i in range(count)]
+    if cutlass.const_expr(alone):
+        near = [_load_target(target + i * target_step, dtype) for i in range(count)]
     sums = cute.make_rmem_tensor(count * _WIDTH, Float32)
     for i in cutlass.range_constexpr(count):
         for k in cutlass.range_constexpr(_WIDTH):
             sums[i * _WIDTH + k] = _floats(far[i], Float32)[k]
-    for copy in cutlass.range(first + 1, end, unroll=1):
-        other = _slot_address(peers, copies, copy, region, nbytes) + start
-        more = [ptx.load16(other + i * step) for i in range(count)]
-        for i in cutlass.range_constexpr(count):
-            for k in cutlass.range_constexpr(_WIDTH):
-                sums[i * _WIDTH + k] = sums[i * _WIDTH + k] + _floats(more[i], Float32)[k]
-    # Issued before the first use of the far values where there is one copy, the usual case: the
-    # wait for them covers this one. Earlier would take more registers than there are.
-    near = [_load_target(target + i * target_step, dtype) for i in range(count)]
+    if cutlass.const_expr(not alone):
+        for copy in cutlass.range(first + 1, end, unroll=1):
+            other = _slot_address(peers, copies, copy, region, nbytes) + start
+            more = [ptx.load16(other + i * step) for i in range(count)]
+            for i in cutlass.range_constexpr(count):
+                for k in cutlass.range_constexpr(_WIDTH):
+                    sums[i * _WIDTH + k] = sums[i * _WIDTH + k] + _floats(more[i], Float32)[k]
+        # Earlier would take more registers than there are.
+        near = [_load_target(target + i * target_step, dtype) for i in range(count)]
     for i in cutlass.range_constexpr(count):
         old = _floats(near[i], dtype)
         new = [old[k] + sums[i * _WIDTH + k] for k in range(_WIDTH)]
@@ -207,10 +212,13 @@ def _add_tile(
     chunk = tile * dup.TILE_CHUNKS + thread
     where = (peers, copies, first, end, source, target, region, nbytes)
     if (tile + 1) * dup.TILE_CHUNKS <= chunks:
-        _add(*where, chunk, dup.UNROLL, dtype)
+        if end - first == 1:
+            _add(*where, chunk, dup.UNROLL, dtype, True)
+        else:
+            _add(*where, chunk, dup.UNROLL, dtype, False)
     else:
         for i in cutlass.range(chunk, chunks, dup.THREADS):
-            _add(*where, i, 1, dtype)
+            _add(*where, i, 1, dtype, False)
 
 
 @cute.jit
