@@ -1,6 +1,7 @@
 """Problems for MoE layers: who brings how many tokens, and which experts they ask for.
 
-A case is data, drawn from its seed alone, so every rank and the reference build the same tensors.
+A case is data, drawn from its seed alone, so every rank and the reference build the same tensors:
+on the process's GPU where there is one, else on the CPU, with the same values.
 Letters as in ``reference.py``; s tokens of one rank; n = E/R experts of a rank.
 """
 
@@ -65,6 +66,9 @@ class Batch:
 
     def routing_map(self, experts: int) -> Tensor:
         return self._spread(torch.ones_like(self.ids_sK, dtype=torch.bool), experts)
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
     def _spread(self, values_sK: Tensor, experts: int) -> Tensor:
         return values_sK.new_zeros(values_sK.shape[0], experts).scatter(1, self.ids_sK, values_sK)
@@ -135,13 +139,20 @@ ROUTINGS: dict[str, Draw] = {
 }
 
 
+def device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def weights(case: Case) -> tuple[Tensor, Tensor]:
     """FC1 [E,I,H] and FC2 [E,H,F] of all experts, in the case's dtype."""
     g = torch.Generator().manual_seed(case.seed)
     inner = case.ffn * (2 if case.expert.gated else 1)
     fc1 = torch.randn(case.experts, inner, case.hidden, generator=g, dtype=torch.float64)
     fc2 = torch.randn(case.experts, case.hidden, case.ffn, generator=g, dtype=torch.float64)
-    return (fc1 / case.hidden**0.5).to(case.dtype), (fc2 / case.ffn**0.5).to(case.dtype)
+    fc1, fc2 = fc1 / case.hidden**0.5, fc2 / case.ffn**0.5
+    return fc1.to(device(), case.dtype), fc2.to(device(), case.dtype)
 
 
 def batch(case: Case, microbatch: int, rank: int) -> Batch:
@@ -154,7 +165,8 @@ def batch(case: Case, microbatch: int, rank: int) -> Batch:
         for _ in range(2)
     )
     probs_sK = (probs_sK / probs_sK.sum(dim=1, keepdim=True)).to(case.probs_dtype)
-    return Batch(tokens_sH=tokens, ids_sK=ids_sK, probs_sK=probs_sK, grad_sH=grad)
+    part = Batch(tokens_sH=tokens, ids_sK=ids_sK, probs_sK=probs_sK, grad_sH=grad)
+    return part.to(device())
 
 
 def all_ranks(case: Case, microbatch: int) -> Batch:

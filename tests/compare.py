@@ -7,7 +7,7 @@ import torch
 from cases import Case, all_ranks, batch, weights
 from moe import run_case
 from ranks import Layout, run_ranks
-from reference import Dense, assert_as_good, dense_moe
+from reference import Dense, assert_as_good, dense_moe, error
 from torch import Tensor
 
 DISPATCHERS = ("alltoall", "moonep")
@@ -32,8 +32,7 @@ def check(
 
 def compare(case: Case, answers: dict[str, list[SimpleNamespace]]) -> None:
     """``answers``: by dispatcher, what ``run_case`` gave on every rank."""
-    dense = [_dense(case, m) for m in range(len(case.routing))]
-    exact = _named(case, dense)
+    exact = expected(case)
     theirs = _gathered(case, answers["alltoall"])
     for dispatcher, ranks in answers.items():
         actual = _gathered(case, ranks)
@@ -59,7 +58,27 @@ def assert_same_bits(one: list[SimpleNamespace], other: list[SimpleNamespace]) -
             assert torch.equal(getattr(a, name), getattr(b, name)), name
 
 
-def _dense(case: Case, microbatch: int) -> Dense:
+def expected(case: Case) -> dict[str, Tensor]:
+    """Every tensor of a case by name, from the dense reference."""
+    return _named(case, [dense(case, m) for m in range(len(case.routing))])
+
+
+def assert_near(
+    case: Case,
+    ours: list[SimpleNamespace],
+    others: list[SimpleNamespace],
+    theirs: list[SimpleNamespace],
+) -> None:
+    """Two backends differ by no more than alltoall (``theirs``) errs, and an ulp."""
+    exact, a, b, c = expected(case), *(_gathered(case, x) for x in (ours, others, theirs))
+    for name, value in exact.items():
+        bound = error(c[name], value) + torch.finfo(case.dtype).eps
+        off = error(a[name], b[name].double())
+        assert off <= bound, f"{name}: backends differ by {off:.3e}, bound {bound:.3e}"
+
+
+def dense(case: Case, microbatch: int) -> Dense:
+    """The reference over the tokens of all ranks."""
     whole = all_ranks(case, microbatch)
     return dense_moe(
         case.expert, whole.tokens_sH, whole.ids_sK, whole.probs_sK, *weights(case), whole.grad_sH

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import ROUTINGS, Case, batch, weights
+from cases import ROUTINGS, Case, batch, device, weights
 from grouped import TEGroupedMLP
 from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu, squared_relu
@@ -87,6 +87,7 @@ def transformer_config(case: Case, dispatcher: str) -> TransformerConfig:
         moe_apply_probs_on_input=expert.probs_on_input,
         params_dtype=case.dtype,
         bf16=case.dtype == torch.bfloat16,
+        fp16=case.dtype == torch.float16,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=case.grads == "fused",
         # A plain sum over data-parallel ranks, so that main_grad is the reference's gradient.
@@ -112,7 +113,7 @@ def build(case: Case, dispatcher: str) -> nn.Module:
     if all(name in ROUTINGS for name in case.routing):
         layer.router = ForcedRouter(case, dist.get_rank())
     set_weights(layer, *weights(case))
-    return layer.to(case.dtype)
+    return layer.to(device(), case.dtype)
 
 
 def home_experts(layer: nn.Module) -> slice:
@@ -179,7 +180,9 @@ def recorded(dispatcher: str) -> Iterator[list[dict[str, Any]]]:
 def poisoned_memory(dispatcher: str) -> Iterator[None]:
     """Within, uninitialised memory of moonep is NaN: tails, slots and dummies must not be read."""
     # This mode of torch fills what torch.empty gives; the fill is on unless switched off.
-    torch.use_deterministic_algorithms(dispatcher == "moonep")
+    # Some of Megatron's operations have no deterministic form on GPUs; the fill is all we ask for.
+    gpu = torch.cuda.is_available()
+    torch.use_deterministic_algorithms(dispatcher == "moonep", warn_only=gpu)
     try:
         yield
     finally:
@@ -189,8 +192,9 @@ def poisoned_memory(dispatcher: str) -> Iterator[None]:
 def run_case(case: Case, dispatcher: str) -> SimpleNamespace:
     """Forward of all microbatches, then their backwards, in the same order.
 
-    The answer has, a microbatch each, ``output``, ``grad_tokens`` [s,H] and ``grad_probs`` [s,K];
-    ``grad_fc1`` [n,I,H] and ``grad_fc2`` [n,H,F] of the rank's own experts; ``records``.
+    The answer, on the host, has, a microbatch each, ``output``, ``grad_tokens`` [s,H] and
+    ``grad_probs`` [s,K]; ``grad_fc1`` [n,I,H] and ``grad_fc2`` [n,H,F] of the rank's own experts;
+    ``records``.
     """
     with poisoned_memory(dispatcher):
         layer = build(case, dispatcher)
@@ -217,10 +221,12 @@ def run_layer(layer: nn.Module, model: nn.Module, case: Case, dispatcher: str) -
         assert all(parameter.grad is None for parameter in layer.parameters()), "a hook did not run"
     fc1, fc2 = expert_parameters(layer)
     return SimpleNamespace(
-        output=[output.detach()[:, 0] for output in outputs],
-        grad_tokens=[hidden.grad[:, 0] for hidden in tokens],
-        grad_probs=[p.grad.gather(1, b.ids_sK) for p, b in zip(router.probs, parts, strict=True)],
-        grad_fc1=stacked([gradient(parameter) for parameter in fc1]),
-        grad_fc2=stacked([gradient(parameter) for parameter in fc2]),
+        output=[output.detach()[:, 0].cpu() for output in outputs],
+        grad_tokens=[hidden.grad[:, 0].cpu() for hidden in tokens],
+        grad_probs=[
+            p.grad.gather(1, b.ids_sK).cpu() for p, b in zip(router.probs, parts, strict=True)
+        ],
+        grad_fc1=stacked([gradient(parameter) for parameter in fc1]).cpu(),
+        grad_fc2=stacked([gradient(parameter) for parameter in fc2]).cpu(),
         records=records,
     )

@@ -106,7 +106,7 @@ def dense_moe(
 
 def error(actual: Tensor, exact: Tensor) -> float:
     """Relative L2 error; 0 where both are zero, infinite where only the exact one is."""
-    difference = (actual.double() - exact).norm().item()
+    difference = (actual.double().to(exact.device) - exact).norm().item()
     size = exact.norm().item()
     if size == 0.0:
         return 0.0 if difference == 0.0 else float("inf")
