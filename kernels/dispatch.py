@@ -4,9 +4,12 @@ The owner of a token stores its row at the receive row of each destination, and,
 probabilities, what the destination needs to find its way back: ``rows_of``, ``source_row`` and
 ``probs``. Backward dispatches the output gradient alone: the rest is there from forward.
 
-A warp takes one token at a time. It loads a stretch of the row once, 16 chunks of 16 bytes a
-thread, and stores it to one destination after the other. The next token's entries are loaded
-before this token's row moves. Warps begin at different destinations, so that no link is crowded.
+A row is cut into equal stretches of at most 16 chunks of 16 bytes a thread, and a warp takes one
+stretch at a time, so that all warps end together. It loads the stretch once and stores it to one
+destination after the other, to its own rank last: the links are what there is too little of. The
+tables of a token are stored while one of its stretches loads, and the entries of the warp's next
+stretch are loaded before this one moves. Warps begin at different destinations, so that no link is
+crowded.
 
 Ordering: no store before every rank has said that its receive rows are free; the last block says
 that this rank's rows have arrived, then waits until all have, so that whatever follows on the
@@ -21,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import cutlass
 import torch
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, Uint32, cute
 from moonep_megatron.kernels import compile as kernel_compile
 from moonep_megatron.kernels import ptx, rows, sync
 
@@ -226,29 +229,39 @@ def _kernel(
     last = tokens
     if cutlass.const_expr(config.by_token and config.metadata):
         last = max_tokens
-    next_to = rows.entry(rank_sK, warp, tokens, lane, config.topk)
-    next_row = rows.entry(row_sK, warp, tokens, lane, config.topk)
+    stretches, span = rows.stretches(chunks, UNROLL)
+    # The tables of successive tokens of a warp fall to different stretches.
+    turns = cutlass.max(warps // stretches, 1)
+    next_to, next_row, next_prob = _entries(
+        rank_sK, row_sK, probs_sK, warp // stretches, tokens, lane, config
+    )
     mine = peers[rank]
     free = mine + sync.flag_offset(flags, sync.RECEIVE_FREE, ranks)
     sync.wait_all(free, ranks, epoch - 1, sync.RECEIVE_FREE, fault, timeout_ns, rank, layer)
-    for token in cutlass.range(warp, last, warps, unroll=1):
-        to, row = next_to, next_row
-        next_to = rows.entry(rank_sK, token + warps, tokens, lane, config.topk)
-        next_row = rows.entry(row_sK, token + warps, tokens, lane, config.topk)
-        prob = Int32(0)
-        if cutlass.const_expr(config.metadata):
-            prob = rows.entry(probs_sK, token, tokens, lane, config.topk)  # as bits
+    for item in cutlass.range(warp, last * stretches, warps, unroll=1):
+        token, part = item // stretches, item % stretches
+        to, row, prob = next_to, next_row, next_prob
+        next_to, next_row, next_prob = _entries(
+            rank_sK, row_sK, probs_sK, (item + warps) // stretches, tokens, lane, config
+        )
         carry, first = rows.carriers(to, lane)
         there = rows.receive_row(row, first, token, rank, max_tokens, config.by_token)
         base = peers[cutlass.max(to, 0)]
         target = base + receive + Int64(there) * (chunks * rows.CHUNK)
+        begin = part * span
+        end = cutlass.min(begin + span, chunks)
+        if carry == 0:
+            end = Int32(0)
+        words = _load_stretch(x + Int64(token) * x_stride, begin + lane, end)
+        if cutlass.const_expr(config.metadata):  # noqa: SIM102 - run time inside compile time
+            if part == token // turns % stretches:
+                if to >= 0:
+                    ptx.store(base + source_row + Int64(row) * 4, there, "s32")
+                    ptx.store(base + probs + Int64(row) * 4, prob, "s32")
+                _store_rows_of(peers, rows_of, to, row, there, carry, rank, ranks, lane, config)
+        home = cute.arch.vote_ballot_sync(to == rank)
         turn = (token + rank) % config.topk
-        _copy_row(x + Int64(token) * x_stride, target, carry, turn, chunks, lane)
-        if cutlass.const_expr(config.metadata):
-            if to >= 0:
-                ptx.store(base + source_row + Int64(row) * 4, there, "s32")
-                ptx.store(base + probs + Int64(row) * 4, prob, "s32")
-            _store_rows_of(peers, rows_of, to, row, there, carry, rank, ranks, lane, config)
+        _store_stretch(words, target, carry, home, turn, begin + lane, end)
 
     if sync.last_block(sync.arrivals(control, sync.DISPATCHED), sms):
         arrived = sync.flag_offset(flags, sync.DISPATCHED, ranks)
@@ -312,34 +325,56 @@ def _store_one(
 
 
 @cute.jit
-def _copy_row(
-    source: Int64, target: Int64, carry: Int32, turn: Int32, chunks: Int32, lane: Int32
+def _entries(
+    rank_sK: Int64,
+    row_sK: Int64,
+    probs_sK: Int64,
+    token: Int32,
+    tokens: Int32,
+    lane: Int32,
+    config: cutlass.Constexpr[Dispatch],
+) -> tuple[Int32, Int32, Int32]:
+    """Lane k's entry of a token: destination, row there, and probability as bits."""
+    prob = Int32(0)
+    if cutlass.const_expr(config.metadata):
+        prob = rows.entry(probs_sK, token, tokens, lane, config.topk)
+    to, row = (rows.entry(at, token, tokens, lane, config.topk) for at in (rank_sK, row_sK))
+    return to, row, prob
+
+
+def _load_stretch(source: Int64, chunk: Int32, end: Int32) -> list[tuple[Uint32, ...]]:
+    """This lane's chunks of a row from its first one on, ``LANES`` apart."""
+    start = source + Int64(chunk) * rows.CHUNK
+    return [
+        ptx.load16_if(chunk + i * rows.LANES < end, start + i * rows.STRIDE, streaming=True)
+        for i in range(UNROLL)
+    ]
+
+
+@cute.jit
+def _store_stretch(
+    words: list[tuple[Uint32, ...]],
+    target: Int64,
+    carry: Int32,
+    home: Int32,
+    turn: Int32,
+    chunk: Int32,
+    end: Int32,
 ) -> None:
-    """Copy one row of the warp's token to the target of every carrying lane, from lane turn on."""
-    end = chunks
-    if carry == 0:
-        end = Int32(0)
-    for start in cutlass.range(0, end, rows.LANES * UNROLL, unroll=1):
-        chunk = start + lane
-        offset = Int64(chunk) * rows.CHUNK
-        words = [
-            ptx.load16_if(
-                chunk + i * rows.LANES < chunks,
-                source + offset + i * rows.STRIDE,
-                streaming=True,
-            )
-            for i in range(UNROLL)
-        ]
-        left = carry
-        while left != 0:
-            pick = left & (Int32(-1) << turn)
-            if pick == 0:
-                pick = left
-            k = rows.lowest(pick)
-            left = left & ~(Int32(1) << k)
-            at = cute.arch.shuffle_sync(target, k) + offset
-            for i in cutlass.range_constexpr(UNROLL):
-                ptx.store16_if(chunk + i * rows.LANES < chunks, at + i * rows.STRIDE, words[i])
+    """Store them to the target of every carrying lane, from lane ``turn`` on, home's at the end."""
+    left = carry
+    while left != 0:
+        pool = left & ~home
+        if pool == 0:
+            pool = left
+        pick = pool & (Int32(-1) << turn)
+        if pick == 0:
+            pick = pool
+        k = rows.lowest(pick)
+        left = left & ~(Int32(1) << k)
+        at = cute.arch.shuffle_sync(target, k) + Int64(chunk) * rows.CHUNK
+        for i in cutlass.range_constexpr(UNROLL):
+            ptx.store16_if(chunk + i * rows.LANES < end, at + i * rows.STRIDE, words[i])
 
 
 @cute.kernel

@@ -187,6 +187,17 @@ def carriers(rank: Int32, lane: Int32) -> tuple[Int32, Int32]:
 
 
 @cute.jit
+def stretches(chunks: Int32, unroll: cutlass.Constexpr[int]) -> tuple[Int32, Int32]:
+    """A row in equal stretches of at most ``unroll`` chunks a lane: how many, and chunks of each.
+
+    Only the last stretch may be shorter.
+    """
+    each = (chunks + LANES - 1) // LANES
+    number = (each + unroll - 1) // unroll
+    return number, (each + number - 1) // number * LANES
+
+
+@cute.jit
 def receive_row(
     row: Int32,
     first: Int32,
