@@ -1,15 +1,22 @@
 """Bad input and lost ranks end in an error that says what and where, on every rank, in time."""
 
+import gc
 import subprocess
 import sys
+import textwrap
 import time
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from cases import Case, batch
+from fresh import python
 from moe import build
 from ranks import Failure, RankError, run_ranks
+
+from moonep_megatron.backends import faults
 
 SECONDS = 60.0
 
@@ -203,3 +210,164 @@ def test_torchrun_ends_when_a_rank_raises(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "deliberate" in done.stderr
+
+
+# --- fault records, written by hand in place of a kernel --------------------------------------
+
+# A process that watches records; BODY says who writes what, and how the main thread fares.
+WATCHED = """
+import os, sys, time, torch
+from functools import partial
+from moonep_megatron.backends import faults
+describe = partial(faults.describe, stages=("exchanged", "dispatched"), num_experts=6, topk=2,
+                   timeout=2.0)
+records = [torch.zeros(7, dtype=torch.int32) for _ in range(2)]
+for record in records:
+    faults.watch(record, describe=describe, rank=5)
+def write(*fields, record=records[1]):
+    record[1:] = torch.tensor(fields[1:], dtype=torch.int32)
+    record[0] = fields[0]
+LATE = (1, 3, 2, 7, 1, 41, 40)
+"""
+LATE = (
+    "moonep_megatron: error on rank 5: expert-parallel rank 3 waited in layer 7 for "
+    "expert-parallel rank 2 longer than --moe-moonep-timeout 2 s: stage 'dispatched' is at epoch "
+    "40, expected 41."
+)
+
+
+def _watching(body: str) -> subprocess.CompletedProcess[str]:
+    return python("-c", WATCHED + textwrap.dedent(body))
+
+
+# With a slow poll the end of the process is the first to look.
+ENDINGS = {
+    "main thread waits": ("write(*LATE)", "time.sleep(60)"),
+    "main thread in C": ("write(*LATE)", "import select; select.select([], [], [], 60)"),
+    "exception": ("faults.POLL_SECONDS = 60; time.sleep(0.1); write(*LATE)", "raise OSError('x')"),
+    "exit": ("faults.POLL_SECONDS = 60; time.sleep(0.1); write(*LATE)", "sys.exit(0)"),
+    "end of the script": ("faults.POLL_SECONDS = 60; time.sleep(0.1); write(*LATE)", ""),
+    "both at once": ("write(*LATE)", "time.sleep(faults.POLL_SECONDS); raise OSError('x')"),
+    "two records": ("write(*LATE); write(*LATE, record=records[0])", "time.sleep(60)"),
+}
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+def test_a_fault_is_named_once_and_ends_the_process(case: str) -> None:
+    start = time.monotonic()
+    done = _watching("\n".join(ENDINGS[case]))
+    assert time.monotonic() - start < 50
+    assert done.returncode == 1, done
+    assert done.stderr.count("moonep_megatron: error") == 1
+    (line,) = (line for line in done.stderr.splitlines() if "moonep_megatron: error" in line)
+    assert line.startswith(LATE)
+    if case == "exception":
+        assert done.stderr.index("OSError: x") < done.stderr.index(LATE)
+
+
+def test_without_a_fault_a_process_ends_as_it_likes() -> None:
+    """Also when a record is freed, and when the process forks."""
+    done = _watching(
+        """
+        del record, records[0], write.__defaults__, write.__kwdefaults__
+        records.clear()
+        time.sleep(0.1)
+        import multiprocessing
+        child = multiprocessing.get_context("fork").Process(target=sys.exit, args=(4,))
+        child.start()
+        child.join()
+        assert child.exitcode == 4
+        assert [one.record() for one in faults._watched.values()] == [None] * 2
+        faults.watch(torch.zeros(7, dtype=torch.int32), describe=describe)
+        assert len(faults._watched) == 1
+        raise SystemExit(3)
+        """
+    )
+    assert (done.returncode, done.stderr) == (3, "")
+    done = _watching("raise OSError('mine')")
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("OSError: mine")
+
+
+def test_a_forked_child_leaves_the_records_alone() -> None:
+    """They may be memory that only the parent has."""
+    done = _watching(
+        """
+        faults.POLL_SECONDS = 60
+        time.sleep(0.1)
+        write(*LATE)
+        child = os.fork()
+        if not child:
+            faults.report()
+            os._exit(4)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print("child", status, flush=True)
+        """
+    )
+    assert done.stdout == "child 4\n"
+    assert done.returncode == 1
+    assert done.stderr.count("moonep_megatron: error") == 1
+
+
+def test_a_description_that_fails_does_not_hide_the_fault() -> None:
+    done = _watching(
+        """
+        faults.watch(records[1], describe=lambda fault: 1 / 0)
+        write(*LATE)
+        time.sleep(60)
+        """
+    )
+    assert done.returncode == 1
+    for part in ("moonep_megatron: error: ", "[1, 3, 2, 7, 1, 41, 40]", "ZeroDivisionError"):
+        assert part in done.stderr
+
+
+def test_watching_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "_start", lambda: None)
+    record = torch.zeros(7, dtype=torch.int32)
+    alive = weakref.ref(record)
+    faults.watch(record, describe=str)
+    faults.report()
+    del record
+    gc.collect()
+    assert alive() is None
+    faults.report()
+
+
+@pytest.mark.parametrize("record", [torch.zeros(7), torch.zeros(6, dtype=torch.int32)])
+def test_what_is_no_record_is_refused(record: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="no fault record"):
+        faults.watch(record, describe=str)
+
+
+def test_bad_input_is_told_in_the_words_of_the_collective_backend() -> None:
+    """What the kernels record reads as what the portable backend raises."""
+    case = Case(name="", ranks=3, experts=6, tokens=((8, 9, 3),), moonep=(("max_tokens", 8),))
+    words = {
+        faults.BAD_IDS: (_failures(3, _by_ids, 6)[0], 1, 1, 0),
+        faults.EXCESS_CHOICES: (_failures(3, _one_choice_too_many)[0], 2, 4, 0),
+        faults.TOO_MANY_TOKENS: (_failures(3, _forward, case)[0], 1, 9, 8),
+    }
+    for kind, (failure, rank, seen, most) in words.items():
+        fault = faults.Fault(kind, 0, rank, 4, 0, most, seen)
+        text = faults.describe(fault, stages=("exchanged",), num_experts=6, topk=2)
+        assert text == f"{failure.message} (layer 4, found by rank 0)"
+
+
+def test_the_kernels_write_what_is_read() -> None:
+    pytest.importorskip("cutlass", reason="needs the extra: pip install 'moonep-megatron[gpu]'")
+    from moonep_megatron.kernels import exchange, sync
+
+    names = ["valid", "rank", "peer", "layer", "stage", "expected", "seen"]
+    assert list(sync.FAULT_FIELDS) == names
+    assert list(faults.Fault.__dataclass_fields__) == ["kind", *names[1:]]
+    kinds = (exchange.BAD_IDS, exchange.EXCESS_CHOICES, exchange.TOO_MANY_TOKENS)
+    assert kinds == (faults.BAD_IDS, faults.EXCESS_CHOICES, faults.TOO_MANY_TOKENS)
+    assert faults.LATE == 1
+    fault = faults.Fault(faults.LATE, 1, 0, 5, sync.PULLED, 3, 2)
+    assert "stage 'pulled' is at epoch 2, expected 3" in faults.describe(
+        fault, stages=sync.STAGE_NAMES
+    )
+    assert "number 99" in faults.describe(
+        faults.Fault(faults.LATE, 1, 0, 5, 99, 3, 2), stages=sync.STAGE_NAMES
+    )
