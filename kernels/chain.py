@@ -118,14 +118,11 @@ def _number(flags: list[Boolean]) -> Int32:
 
 
 @cute.jit
-def _best(
-    surplus: list[Int32], ratings: list[Int32], flow: Int32
-) -> tuple[Int32, Int32, Int32]:
+def _best(surplus: list[Int32], ratings: list[Int32], flow: Int32) -> tuple[Int32, Int32, Int32]:
     """One warp: the least rating, what it is preferred for among equals, and the lowest such rank.
 
     Of ranks that give rows, the preference is minus their surplus; of others, the flow they leave.
     """
-    lane, _ = warp.lane_and_warp()
     least = ratings[0]
     for rating in ratings[1:]:
         least = cutlass.min(least, rating)
@@ -141,13 +138,11 @@ def _best(
         preferences.append(preference)
         preferred = cutlass.min(preferred, preference)
     preferred = warp.warp_min(preferred)
-    rank = Int32(warp.MOST)
-    for i in cutlass.range_constexpr(len(ratings)):
-        g = len(ratings) - 1 - i
-        who = warp.ballot(ratings[g] == best and preferences[g] == preferred)
-        if who != 0:
-            rank = g * warp.WARP + warp.lowest(who)
-    return best, preferred, rank
+    chosen = [
+        Int32(rating == best) & Int32(preference == preferred)
+        for rating, preference in zip(ratings, preferences, strict=True)
+    ]
+    return best, preferred, warp.lowest_rank(chosen)
 
 
 @cute.jit

@@ -77,15 +77,8 @@ def _fill(s: State, fills: Int32, ranks: cutlass.Constexpr[int]) -> None:
             least = cutlass.min(least, surplus[g])
         most, least = warp.warp_max(most), warp.warp_min(least)
         if most > 0 and t < fills:
-            donor, receiver = Int32(0), Int32(0)
-            for i in cutlass.range_constexpr(groups):
-                g = groups - 1 - i
-                gives = warp.ballot(surplus[g] == most)
-                takes = warp.ballot(surplus[g] == least)
-                if gives != 0:
-                    donor = g * warp.WARP + warp.lowest(gives)
-                if takes != 0:
-                    receiver = g * warp.WARP + warp.lowest(takes)
+            donor = warp.lowest_rank([Int32(one == most) for one in surplus])
+            receiver = warp.lowest_rank([Int32(one == least) for one in surplus])
             for g in cutlass.range_constexpr(groups):
                 if g * warp.WARP + lane == donor:
                     surplus[g] = most + least

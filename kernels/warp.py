@@ -30,6 +30,18 @@ def lowest(bits: Int32) -> Int32:
 
 
 @cute.jit
+def lowest_rank(flags: list[Int32]) -> Int32:
+    """First rank whose flag is not zero, of 32 ranks a flag, one a lane; 0 where none is."""
+    rank = Int32(0)
+    for i in cutlass.range_constexpr(len(flags)):
+        g = len(flags) - 1 - i
+        who = ballot(flags[g] != 0)
+        if who != 0:
+            rank = g * WARP + lowest(who)
+    return rank
+
+
+@cute.jit
 def lower_lanes() -> Int32:
     """Bits of the lanes before this one."""
     return Int32(cute.arch.lanemask_lt())
