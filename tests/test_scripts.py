@@ -173,6 +173,22 @@ def test_checks_of_the_comparison_can_fail(comparison):
     assert "step 2, MoE layer 1" in problem and "[5, 3]" in problem
 
 
+def test_repeated_runs_hold_moonep_to_itself_and_to_the_spread_of_the_others(comparison):
+    theirs = [[2.0, 1.0], [2.0, 1.01]]
+    near = comparison.repetition({"alltoall": theirs, "moonep": [[2.0, 1.015]] * 2})
+    assert near["problems"] == []
+    assert near["spread"] == pytest.approx(0.01)
+    assert near["distance"] == pytest.approx(0.005 / 1.01)
+    far = comparison.repetition({"alltoall": theirs, "moonep": [[2.0, 1.03]] * 2})
+    assert "nearest" in far["problems"][0]
+    unequal = comparison.repetition(
+        {"alltoall": theirs, "moonep": [[2.0, 1.0], [2.0, 1.0 + 1e-12]]}
+    )
+    assert unequal["problems"] == ["moonep, run 2: not run 1's losses, from step 2 on"]
+    once = comparison.repetition({"alltoall": theirs[:1], "moonep": [[2.0, 1.5]]})
+    assert once["problems"] == [] and once["spread"] == 0
+
+
 def test_checkpoint_moves_between_dispatchers_and_ep_sizes(tmp_path: Path):
     """alltoall EP=2 -> moonep EP=4 -> alltoall EP=2 gives the losses of an unbroken run."""
 
