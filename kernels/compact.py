@@ -36,6 +36,7 @@ class CompactConfig:
     probs: str
 
     signals = waits = False
+    starts_early = True
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """See `moonep_megatron.kernels.compile.Config`."""
@@ -51,6 +52,7 @@ class CompactConfig:
             places: Int64,
             tokens: Int32,
         ) -> None:
+            cute.arch.griddepcontrol_wait()
             first, last = warp_tokens(tokens)
             excess = Int32(0)
             if first < last:
@@ -72,7 +74,10 @@ class CompactConfig:
             stream: Any,
         ) -> None:
             kernel(counts, routing_map, probs, ids, chosen, places, tokens).launch(
-                grid=[(tokens + CHUNK - 1) // CHUNK, 1, 1], block=[THREADS, 1, 1], stream=stream
+                grid=[(tokens + CHUNK - 1) // CHUNK, 1, 1],
+                block=[THREADS, 1, 1],
+                use_pdl=True,
+                stream=stream,
             )
 
         example = (kc.vector(Int32), *[Int64(0)] * 5, Int32(0), kc.stream())

@@ -50,6 +50,7 @@ class CountConfig:
     wide: bool
 
     signals = waits = False
+    starts_early = True
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """See `moonep_megatron.kernels.compile.Config`."""
@@ -59,6 +60,7 @@ class CountConfig:
         def kernel(
             counts: cute.Tensor, source: Int64, ids: Int64, places: Int64, tokens: Int32
         ) -> None:
+            cute.arch.griddepcontrol_wait()
             first, last = warp_tokens(tokens)
             if cutlass.const_expr(wide):
                 _narrow(source, ids, first * topk, last * topk, experts)
@@ -75,7 +77,10 @@ class CountConfig:
             stream: Any,
         ) -> None:
             kernel(counts, source, ids, places, tokens).launch(
-                grid=[(tokens + CHUNK - 1) // CHUNK, 1, 1], block=[THREADS, 1, 1], stream=stream
+                grid=[(tokens + CHUNK - 1) // CHUNK, 1, 1],
+                block=[THREADS, 1, 1],
+                use_pdl=True,
+                stream=stream,
             )
 
         return launch, (kc.vector(Int32), *[Int64(0)] * 3, Int32(0), kc.stream())
@@ -169,6 +174,8 @@ def count_entries(
     topk: cutlass.Constexpr[int],
 ) -> None:
     """All threads of a block: its chunk's row of counts and the places of its entries."""
+    # The exchange's few blocks may take their places.
+    cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     lane, own = warp.lane_and_warp()

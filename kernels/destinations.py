@@ -32,6 +32,7 @@ class DestinationsConfig:
     topk: int
 
     signals = waits = False
+    starts_early = True
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """See `moonep_megatron.kernels.compile.Config`."""
@@ -48,6 +49,7 @@ class DestinationsConfig:
             out_row: Int64,
             rank: Int32,
         ) -> None:
+            cute.arch.griddepcontrol_wait()
             thread, _, _ = cute.arch.thread_idx()
             block, _, _ = cute.arch.block_idx()
             blocks, _, _ = cute.arch.grid_dim()
@@ -80,7 +82,7 @@ class DestinationsConfig:
             stream: Any,
         ) -> None:
             kernel(plan, ids, places, chunk_first, entries, out_rank, out_row, rank).launch(
-                grid=[blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream
+                grid=[blocks, 1, 1], block=[_THREADS, 1, 1], use_pdl=True, stream=stream
             )
 
         integers = (*[Int64(0)] * 3, Int32(0), *[Int64(0)] * 2, *[Int32(0)] * 2)

@@ -40,6 +40,8 @@ class ExchangeConfig:
     ranks: int
     experts: int
 
+    starts_early = True
+
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """See `moonep_megatron.kernels.compile.Config`."""
         ranks, experts = self.ranks, self.experts
@@ -62,6 +64,7 @@ class ExchangeConfig:
             all_counts: Int64,
             totals: Int64,
         ) -> None:
+            cute.arch.griddepcontrol_wait()
             pitch = experts + HEADER
             block, _, _ = cute.arch.block_idx()
             column = block * COLUMNS + warp.lane_and_warp()[0]
@@ -82,6 +85,8 @@ class ExchangeConfig:
             sync.wait_all(
                 own + flags, Int32(ranks), epoch, sync.EXCHANGED, fault, timeout_ns, rank, layer
             )
+            # Not before: the plan's blocks would hold their SMs for as long as a peer is late.
+            cute.arch.griddepcontrol_launch_dependents()
             if last:
                 _refuse_bad_input(own + half, fault, rank, layer, max_tokens, ranks, experts)
                 thread, _, _ = cute.arch.thread_idx()
@@ -122,7 +127,7 @@ class ExchangeConfig:
                 chunk_first,
                 all_counts,
                 totals,
-            ).launch(grid=[blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+            ).launch(grid=[blocks, 1, 1], block=[_THREADS, 1, 1], use_pdl=True, stream=stream)
 
         integers = (*[Int64(0)] * 5, *[Int32(0)] * 3, Int64(0), Int32(0), *[Int64(0)] * 3)
         return launch, (kc.vector(Int64), *integers, kc.stream())

@@ -43,6 +43,7 @@ class PlanConfig:
     planner: str
 
     signals = waits = False
+    starts_early = True
 
     @property
     def candidates(self) -> int:
@@ -68,8 +69,11 @@ class PlanConfig:
             rank: Int32,
             slots: Int32,
         ) -> None:
+            cute.arch.griddepcontrol_wait()
             _solve(totals, scratch, config)
             if sync.last_block_here(scratch, Int32(config.candidates)):
+                # Not before: the destinations' many blocks would hold their SMs meanwhile.
+                cute.arch.griddepcontrol_launch_dependents()
                 winner = _choose(scratch, out, slots, config)
                 layout.lay_out(
                     layout.Inputs(totals, counts, home_order, winner + _RECEIVED * 4, out),
@@ -95,6 +99,7 @@ class PlanConfig:
                 grid=[config.candidates, 1, 1],
                 block=[_THREADS, 1, 1],
                 min_blocks_per_mp=1,
+                use_pdl=True,
                 stream=stream,
             )
 

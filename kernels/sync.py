@@ -10,6 +10,9 @@ Invariants:
 - Epochs are compared by signed difference: they may wrap around.
 - A flag is stored with release at system scope, after `last_block` has ordered the stores of all
   blocks before it, and read with acquire at system scope.
+- Kernels launched with ``use_pdl`` may start while the one before them runs, ours or another
+  library's. They wait for its end, and with it for that of all before, before they touch any
+  global memory; whoever lets the next kernel start early has done so itself.
 - Every wait is bounded. Past the bound the waiting thread writes a fault record to pinned host
   memory, makes it visible, and traps.
 

@@ -227,6 +227,8 @@ arch = types.SimpleNamespace(
     lanemask_lt=lambda: (1 << current.lane) - 1,
     atomic_add=atomic(lambda a, b: a + b),
     atomic_or=atomic(lambda a, b: a | b),
+    griddepcontrol_wait=lambda: None,
+    griddepcontrol_launch_dependents=lambda: None,
     globaltimer=time.monotonic_ns,
 )
 
@@ -302,7 +304,7 @@ class Launch:
     def __init__(self, body):
         self.body = body
 
-    def launch(self, grid, block, stream, min_blocks_per_mp=1):
+    def launch(self, grid, block, stream, min_blocks_per_mp=1, use_pdl=False):
         machine.launch(self.body, grid[0], block[0])
 
 

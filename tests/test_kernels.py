@@ -65,6 +65,17 @@ def test_flags_are_stored_with_release_and_read_with_acquire(compiled):
         assert "trap;" in ptx
 
 
+def test_a_kernel_that_starts_early_waits_before_it_touches_memory(compiled):
+    ptx = compiled[1]
+    if getattr(compiled[0], "starts_early", False):
+        body = ptx[ptx.index(".entry") :]
+        touched = re.search(r"\b(ld|st|atom|red)\.\S*global|\bcp\.", body)
+        assert body.index("griddepcontrol.wait;") < touched.start()
+    else:
+        # Whoever lets others start early must have been early itself, see kernels/sync.py.
+        assert "griddepcontrol" not in ptx
+
+
 def test_rows_move_in_sixteen_bytes(compiled):
     if not getattr(compiled[0], "moves_rows", False):
         pytest.skip("moves no rows")
