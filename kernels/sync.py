@@ -159,19 +159,17 @@ def signal_all(peers: cute.Tensor, flag: Int64, ranks: Int32, epoch: Int32) -> N
 def last_block(arrivals: Int64, blocks: Int32) -> Boolean:
     """Whether this block is the last of its grid to come here; all threads call it, once.
 
-    Every store of every block before its call is ordered, at system scope, before whatever the
-    last block does next. The counter is zero again afterwards.
+    Every access of every block before its call is ordered before what the last block does next on
+    this GPU, and before what it then stores with release for the peers. The counter is zero again
+    afterwards.
 
     Args:
         arrivals: address of the stage's grid counter.
     """
-    # Every thread fences its own stores for the peers; the barrier and thread 0's atomic then carry
-    # them to the last block (cumulativity).
+    # Every thread fences its own stores for the peers; the barrier, thread 0's atomic and the last
+    # block's stores with release then carry them on (cumulativity).
     ptx.fence_sys()
-    last = last_block_here(arrivals, blocks)
-    if last:
-        ptx.fence_sys()
-    return last
+    return last_block_here(arrivals, blocks)
 
 
 @cute.jit
