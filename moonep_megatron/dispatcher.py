@@ -10,13 +10,14 @@ R ranks, n = E/R, H row width, N = S*K grouped rows, M = min(K, R)*S receive row
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from moonep_megatron.backends.base import Backend, Route
+from moonep_megatron.backends.base import Backend, Choices, Route
 
 
 class MoonEPTokenDispatcher(MoETokenDispatcher):
@@ -47,9 +48,8 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
         self.home_order_n = home_order_n
         self.home_order_Rn: Tensor | None = None
         # State between steps 1 and 2 must be tensors that a captured graph can return.
-        self.cudagraph_attrs = ["ids_sK", "excess"]
-        self.ids_sK: Tensor | None = None
-        self.excess: Tensor | None = None
+        self.cudagraph_attrs = [f"choices.{field.name}" for field in fields(Choices)]
+        self.choices: Choices | None = None
         self.hidden_shape: torch.Size | None = None
         self.route: Route | None = None
 
@@ -67,8 +67,8 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
             rows [s, H] and the probabilities [s, K] of the chosen experts, 0 for none.
         """
         self.hidden_shape = hidden_states.shape
-        self.ids_sK, self.excess = compact(routing_map, self.topk)
-        return hidden_states.reshape(-1, hidden_states.shape[-1]), chosen_probs(probs, self.ids_sK)
+        self.choices, chosen = self.backend.choose(routing_map, probs, self.topk)
+        return hidden_states.reshape(-1, hidden_states.shape[-1]), chosen
 
     def route_ids(self, hidden_states: Tensor, ids_sK: Tensor) -> Tensor:
         """Step 1 for a caller that has expert ids: int32 or int64 [s, K], -1 for none.
@@ -82,7 +82,7 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
                 f"got {ids_sK.dtype} {list(ids_sK.shape)}"
             )
         self.hidden_shape = hidden_states.shape
-        self.ids_sK, self.excess = ids_sK, ids_sK.new_zeros(())
+        self.choices = Choices(ids_sK=ids_sK)
         return hidden_states.reshape(-1, hidden_states.shape[-1])
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,14 +93,14 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
             probs: [s, K].
 
         Returns:
-            receive rows [M, H] and probabilities [N].
+            receive rows [M, H], lent until the experts or `dispatch_postprocess` have read them,
+            and probabilities [N].
         """
-        assert self.ids_sK is not None
-        assert self.excess is not None
+        assert self.choices is not None
         if self.home_order_Rn is None:
             order_n = self.home_order_n.to(hidden_states.device)
             self.home_order_Rn = self.backend.publish_home_order(order_n)
-        self.route = self.backend.exchange(self.ids_sK, self.excess, self.home_order_Rn)
+        self.route = self.backend.exchange(self.choices, self.home_order_Rn)
         return _Dispatch.apply(self.backend, self.route, hidden_states, probs)
 
     def dispatch_postprocess(
@@ -113,8 +113,9 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
             groups (home, then foreign) int64 [2n], and probabilities [N].
         """
         route = self.current_route()
-        starts = torch.tensor(route.starts_G1, device=hidden_states.device)
-        return _Expand.apply(self.backend, route, hidden_states), starts.diff(), probs
+        counts = route.plan.group_start_RG1[self.backend.rank].long().diff()
+        rows, probs = _Expand.apply(self.backend, route, hidden_states, probs)
+        return rows, counts.to(rows.device), probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Sum each token's grouped rows [N, H] on this rank to [M, H] (stand-alone form only)."""
@@ -134,30 +135,6 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
         """The route of the pass between `token_dispatch` and `combine_postprocess`."""
         assert self.route is not None, "token_dispatch has not run in this pass"
         return self.route
-
-
-def compact(routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """The chosen experts of every token, ascending, in one pass and without a host sync.
-
-    Args:
-        routing_map: bool [s, E].
-
-    Returns:
-        ids int32 [s, K], -1 for none, and the number of choices beyond K as an int64 scalar.
-    """
-    tokens, experts = routing_map.shape
-    place = routing_map.cumsum(1, dtype=torch.int32) - 1
-    # Entries that are not chosen, or come after the K-th, land in a column that is cut off.
-    place = torch.where(routing_map & (place < topk), place, topk).long()
-    ids = torch.full((tokens, topk + 1), -1, dtype=torch.int32, device=routing_map.device)
-    expert = torch.arange(experts, dtype=torch.int32, device=routing_map.device)
-    ids = ids.scatter(1, place, expert.expand(tokens, -1))[:, :topk].contiguous()
-    return ids, routing_map.sum() - (ids >= 0).sum()
-
-
-def chosen_probs(probs: Tensor, ids_sK: Tensor) -> Tensor:
-    """Probabilities [s, K] of the chosen experts, 0 for none; differentiable in ``probs``."""
-    return torch.where(ids_sK >= 0, probs.gather(1, ids_sK.clamp(min=0).long()), 0)
 
 
 def recomputing() -> bool:
@@ -194,16 +171,22 @@ class _Gather(torch.autograd.Function):
 
 
 class _Expand(torch.autograd.Function):
-    """Receive rows to grouped rows; the adjoint of `_Presum`."""
+    """Receive rows to grouped rows; the adjoint of `_Presum`.
+
+    The probabilities pass through, because their gradients return with those of the rows.
+    """
 
     @staticmethod
-    def forward(ctx: Any, backend: Backend, route: Route, receive_MH: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, backend: Backend, route: Route, receive_MH: Tensor, probs_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.backend, ctx.route = backend, route
-        return receive_MH.index_select(0, route.source_row_N)
+        rows_NH = _expanded(backend, route, receive_MH)
+        return rows_NH, probs_N.view_as(probs_N)
 
     @staticmethod
-    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, ctx.backend.presum(ctx.route, d_rows)
+    def backward(ctx: Any, d_rows: Tensor, d_probs: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, ctx.backend.presum(ctx.route, d_rows, d_probs), d_probs
 
 
 class _Presum(torch.autograd.Function):
@@ -216,4 +199,12 @@ class _Presum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_sums: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, d_sums.index_select(0, ctx.route.source_row_N)
+        return None, None, _expanded(ctx.backend, ctx.route, d_sums)
+
+
+def _expanded(backend: Backend, route: Route, receive_MH: Tensor) -> Tensor:
+    """Lent rows, read through ``source_row_N`` and freed. Behind the cap are any rows."""
+    source_row_N = route.source_row_N.clamp(0, max(receive_MH.shape[0] - 1, 0))
+    rows_NH = receive_MH.index_select(0, source_row_N)
+    backend.free_receive()
+    return rows_NH

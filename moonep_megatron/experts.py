@@ -4,13 +4,16 @@ Row groups of a rank: its n home experts in home order, then its foreign experts
 slots in waves (foreign expert j uses slot j mod B in wave j div B). Rows are read through
 ``source_row_N`` inside the products, so neither pass expands the receive rows.
 
+One wave's weights are pushed once a pass, for both projections; of several waves each projection
+is pushed when its turn comes, so that every wave of FC1 goes before the activation.
+
 Letters: n home experts, B slots, M receive rows, N grouped rows, H row width, F expert FFN width,
 F1 = 2F with a gated activation, else F.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +21,12 @@ import torch
 from torch import Tensor
 
 from moonep_megatron import gemm
-from moonep_megatron.backends.base import Backend, Route
+from moonep_megatron.backends.base import Backend, Bounds, Route
 from moonep_megatron.slots import SlotPool
 from moonep_megatron.weights import HomeWeights, Projection, Run
 
 Activation = Callable[[Tensor], Tensor]
+FC1, FC2 = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,9 @@ class ExpertCall:
         activation: [rows, F1] -> [rows, F], elementwise along the rows.
         fused: add weight gradients into ``main_grad`` in backward, as
             ``gradient_accumulation_fusion`` says, instead of returning them.
+        on_host: read the row boundaries on the host, for products that need them there.
+        dispatch_again: brings the receive rows of this pass once more in backward, instead of
+            keeping them; lent, as from `Backend.dispatch`.
     """
 
     backend: Backend
@@ -41,49 +48,45 @@ class ExpertCall:
     slots: SlotPool
     activation: Activation
     fused: bool
+    on_host: bool = True
+    dispatch_again: Callable[[], Tensor] | None = None
 
+    def bounds(self, first: int, count: int) -> Bounds:
+        """Row boundaries of groups first .. first + count, where the products want them."""
+        if self.on_host:
+            return self.route.starts_G1()[first : first + count + 1]
+        return self.route.bounds(first, count)
 
-@dataclass(frozen=True)
-class Launch:
-    """Consecutive groups whose weights form one strided tensor, and their g + 1 row bounds."""
+    def computed_rows(self, rows: int) -> int:
+        """How many of N rows elementwise work covers: those of all groups, or all N."""
+        return self.route.starts_G1()[-1] if self.on_host else rows
 
-    fc1: Tensor
-    fc2: Tensor
-    bounds: Sequence[int]
+    def wave_slots(self, wave: int) -> int:
+        """Slots that a wave uses; a last one may use fewer than B."""
+        return min(self.slots.count, self.home.count - wave * self.slots.count)
 
 
 def run_experts(call: ExpertCall, receive_MH: Tensor, probs_N: Tensor) -> Tensor:
     """FC1, activation times probability, FC2, and the sum of each token's rows on this rank.
 
     Args:
-        receive_MH: [M, H], from the dispatch.
+        receive_MH: [M, H], from the dispatch, lent; freed here.
         probs_N: [N], the router's weight of every grouped row.
 
     Returns:
-        [M, H], for the gather.
+        [M, H], for the gather, lent.
     """
     return _ExpertMLP.apply(call, receive_MH, probs_N, *call.home.parameters)
 
 
-def group_rows(call: ExpertCall) -> list[tuple[int, Sequence[int]]]:
+def group_rows(call: ExpertCall) -> list[tuple[int, Bounds]]:
     """(first group, bounds) of every launch of a pass, exactly as handed to the products."""
-    launches = [(run.first, home_bounds(call.route, run)) for run in call.home.runs()]
-    n = call.home.count
+    launches = [(run.first, call.bounds(run.first, run.count)) for run in call.home.runs()]
     for wave in range(call.route.waves):
-        launches.append((n + wave * call.slots.count, slot_bounds(call, wave)))
+        for first, count in _chunks(call, wave):
+            group = _foreign_group(call, wave) + first
+            launches.append((group, call.bounds(group, count)))
     return launches
-
-
-def home_bounds(route: Route, run: Run) -> Sequence[int]:
-    """The rows of a run's groups."""
-    return route.starts_G1[run.first : run.first + run.count + 1]
-
-
-def slot_bounds(call: ExpertCall, wave: int) -> Sequence[int]:
-    """The rows of a wave's groups; B + 1 of them, fewer in a last wave of fewer experts."""
-    n, slots = call.home.count, call.slots.count
-    first = n + wave * slots
-    return call.route.starts_G1[first : min(first + slots, 2 * n) + 1]
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -98,41 +101,50 @@ class _ExpertMLP(torch.autograd.Function):
         ctx: Any, call: ExpertCall, receive_MH: Tensor, probs_N: Tensor, *parameters: Tensor
     ) -> Tensor:
         del parameters  # inputs only so that autograd asks for their gradients
-        rows = probs_N.shape[0]
-        launches = _launches(call)
-        f1, (h, f) = call.slots.fc1.shape[1], call.slots.fc2.shape[1:]
+        rows, f1, (h, f) = probs_N.shape[0], call.slots.fc1.shape[1], call.slots.fc2.shape[1:]
         pre_NF1 = receive_MH.new_empty(rows, f1)
         act_NF = receive_MH.new_empty(rows, f)
         out_NH = receive_MH.new_empty(rows, h)
         index = call.route.source_row_N
-        for launch in launches:
-            gemm.rows_times_weights(receive_MH, launch.fc1, pre_NF1, launch.bounds, index)
-            a, b = launch.bounds[0], launch.bounds[-1]
-            act_NF[a:b] = _weighted(call.activation, pre_NF1[a:b], probs_N[a:b])
-            gemm.rows_times_weights(act_NF, launch.fc2, out_NH, launch.bounds, None)
+        _push_all(call, backward=False)
+        for weights, bounds in _launches(call, FC1):
+            gemm.rows_times_weights(receive_MH, weights, pre_NF1, bounds, index)
         ctx.call = call
-        ctx.save_for_backward(receive_MH, probs_N, pre_NF1)
+        if any(ctx.needs_input_grad):
+            kept = receive_MH.new_empty(0) if call.dispatch_again else call.backend.keep(receive_MH)
+            ctx.save_for_backward(kept, probs_N, pre_NF1)
+        call.backend.free_receive()
+        a = call.computed_rows(rows)
+        act_NF[:a] = _weighted(call.activation, pre_NF1[:a], probs_N[:a])
+        for weights, bounds in _launches(call, FC2):
+            gemm.rows_times_weights(act_NF, weights, out_NH, bounds, None)
+        _free_all(call)
+        call.backend.join()
         return call.backend.presum(call.route, out_NH)
 
     @staticmethod
     def backward(ctx: Any, d_sums_MH: Tensor) -> tuple[Tensor | None, ...]:
         call: ExpertCall = ctx.call
         receive_MH, probs_N, pre_NF1 = ctx.saved_tensors
+        if call.dispatch_again is not None:
+            # The receive rows are needed for the input, too.
+            d_sums_MH = call.backend.keep(d_sums_MH)
+            call.backend.free_receive()
+            receive_MH = call.dispatch_again()
         sweep = _Backward(call, receive_MH, probs_N, pre_NF1, d_sums_MH.contiguous())
         gradients = [
             HomeGradient(projection, call.home.order(), fused=call.fused)
             for projection in (call.home.fc1, call.home.fc2)
         ]
-        for wave in range(call.route.waves):
-            sweep.foreign(wave, gradients)
-        sweep.home(gradients)
-        d_receive_MH = call.backend.presum(call.route, sweep.d_x_NH)
+        sweep.run(*gradients)
+        call.backend.free_receive()
+        d_receive_MH = call.backend.presum(call.route, sweep.d_x_NH, sweep.d_probs_N)
         returned = gradients[0].returned() + gradients[1].returned()
         return None, d_receive_MH, sweep.d_probs_N, *returned
 
 
 class _Backward:
-    """The data and weight gradients of one pass, launch by launch."""
+    """The data and weight gradients of one pass."""
 
     def __init__(
         self, call: ExpertCall, receive_MH: Tensor, probs_N: Tensor, pre_NF1: Tensor, d_sums: Tensor
@@ -144,72 +156,117 @@ class _Backward:
         self.act_NF = receive_MH.new_empty(rows, f)
         self.d_act_NF = receive_MH.new_empty(rows, f)
         self.d_pre_NF1 = torch.empty_like(pre_NF1)
-        self.d_x_NH = receive_MH.new_empty(rows, receive_MH.shape[1])
+        self.d_x_NH = receive_MH.new_empty(rows, d_sums.shape[1])
         self.d_probs_N = torch.zeros_like(probs_N)
 
-    def foreign(self, wave: int, gradients: list[HomeGradient]) -> None:
-        """One wave of foreign experts: their gradients end at home, in ``gradients``."""
-        call, slots, bounds = self.call, self.call.slots, slot_bounds(self.call, wave)
-        count = len(bounds) - 1
-        push(call, wave)
-        self._rows(Launch(slots.fc1[:count], slots.fc2[:count], bounds))
-        self._weights(slots.grad1[:count], slots.grad2[:count], bounds, accumulate=False)
-        for gradient, slot_grads in zip(gradients, (slots.grad1, slots.grad2), strict=True):
-            call.backend.pull_gradients(call.route, wave, slot_grads, gradient.pulled_into())
+    def run(self, fc1: HomeGradient, fc2: HomeGradient) -> None:
+        """All of it. Pulls and home weight gradients never add to one parameter together."""
+        call, index = self.call, self.call.route.source_row_N
+        _push_all(call, backward=True)
+        for weights, bounds in _launches(call, FC2, backward=True):
+            gemm.rows_times_weights(self.d_sums_MH, weights.mT, self.d_act_NF, bounds, index)
+        self._activation()
+        self._home_weights(FC2, fc2)
+        for wave in range(call.route.waves):
+            self._slot_weights(wave)
+            targets = (fc1.pulled_into(), fc2.pulled_into())
+            call.backend.pull_gradients(call.route, wave, call.slots, targets)
+        for weights, bounds in _launches(call, FC1, backward=True):
+            gemm.rows_times_weights(self.d_pre_NF1, weights.mT, self.d_x_NH, bounds, None)
+        _free_all(call)
+        call.backend.join()
+        self._home_weights(FC1, fc1)
 
-    def home(self, gradients: list[HomeGradient]) -> None:
-        """The home experts, after every pull: the two must never write one gradient together."""
-        for run in self.call.home.runs():
-            bounds = home_bounds(self.call.route, run)
-            self._rows(Launch(run.fc1, run.fc2, bounds))
-            grad1, grad2 = (
-                gradient.of_run(run, main_grad)
-                for gradient, main_grad in zip(gradients, (run.grad1, run.grad2), strict=True)
-            )
-            self._weights(grad1, grad2, bounds, accumulate=True)
-
-    def _rows(self, launch: Launch) -> None:
-        """Data gradients of a launch, and the activation again, which forward did not keep."""
-        bounds, index = launch.bounds, self.call.route.source_row_N
-        a, b = bounds[0], bounds[-1]
-        gemm.rows_times_weights(self.d_sums_MH, launch.fc2.mT, self.d_act_NF, bounds, index)
+    def _activation(self) -> None:
+        """Gradients of activation and probability, and the activation, which was not kept."""
+        a = self.call.computed_rows(self.probs_N.shape[0])
         with torch.enable_grad():
-            pre = self.pre_NF1[a:b].detach().requires_grad_()
-            probs = self.probs_N[a:b].detach().requires_grad_()
+            pre = self.pre_NF1[:a].detach().requires_grad_()
+            probs = self.probs_N[:a].detach().requires_grad_()
             act = _weighted(self.call.activation, pre, probs)
-        self.d_pre_NF1[a:b], self.d_probs_N[a:b] = torch.autograd.grad(
-            act, (pre, probs), self.d_act_NF[a:b]
+        self.d_pre_NF1[:a], self.d_probs_N[:a] = torch.autograd.grad(
+            act, (pre, probs), self.d_act_NF[:a]
         )
-        self.act_NF[a:b] = act.detach()
-        gemm.rows_times_weights(self.d_pre_NF1, launch.fc1.mT, self.d_x_NH, bounds, None)
+        self.act_NF[:a] = act.detach()
+
+    def _home_weights(self, projection: int, gradient: HomeGradient) -> None:
+        for run in self.call.home.runs():
+            into = gradient.of_run(run, run.grad1 if projection == FC1 else run.grad2)
+            bounds = self.call.bounds(run.first, run.count)
+            self._weights(projection, into, bounds, accumulate=True)
+
+    def _slot_weights(self, wave: int) -> None:
+        """The slot gradients of one wave, as soon as those of the wave before are at home."""
+        call, count = self.call, self.call.wave_slots(wave)
+        bounds = call.bounds(_foreign_group(call, wave), count)
+        call.backend.wait_pulled()
+        self._weights(FC2, call.slots.grad2[:count], bounds, accumulate=False)
+        self._weights(FC1, call.slots.grad1[:count], bounds, accumulate=False)
 
     def _weights(
-        self, grad1: Tensor, grad2: Tensor, bounds: Sequence[int], *, accumulate: bool
+        self, projection: int, grads_goi: Tensor, bounds: Bounds, *, accumulate: bool
     ) -> None:
         index = self.call.route.source_row_N
-        gemm.add_weight_gradients(
-            self.d_sums_MH, self.act_NF, grad2, bounds, accumulate=accumulate, out_index=index
-        )
-        gemm.add_weight_gradients(
-            self.d_pre_NF1, self.receive_MH, grad1, bounds, accumulate=accumulate, row_index=index
-        )
+        if projection == FC2:
+            d_out, rows, which = self.d_sums_MH, self.act_NF, {"out_index": index}
+        else:
+            d_out, rows, which = self.d_pre_NF1, self.receive_MH, {"row_index": index}
+        gemm.add_weight_gradients(d_out, rows, grads_goi, bounds, accumulate=accumulate, **which)
 
 
-def push(call: ExpertCall, wave: int) -> None:
-    """Bring the weights of a wave's foreign experts into the slots."""
-    for projection, slots in ((call.home.fc1, call.slots.fc1), (call.home.fc2, call.slots.fc2)):
-        call.backend.push_weights(call.route, wave, projection.weights(), slots)
+def _launches(
+    call: ExpertCall, projection: int, *, backward: bool = False
+) -> Iterator[tuple[Tensor, Bounds]]:
+    """Weights [g, out, in] and bounds of every launch of one projection: home, then slots.
 
-
-def _launches(call: ExpertCall) -> Iterator[Launch]:
-    """The launches of a forward; a wave's weights are pushed just before it is yielded."""
+    A launch over slots is yielded when work queued from there on may read them.
+    """
     for run in call.home.runs():
-        yield Launch(run.fc1, run.fc2, home_bounds(call.route, run))
+        weights = run.fc1 if projection == FC1 else run.fc2
+        yield weights, call.bounds(run.first, run.count)
+    slots = call.slots.weights(projection)
     for wave in range(call.route.waves):
-        push(call, wave)
-        bounds = slot_bounds(call, wave)
-        count = len(bounds) - 1
-        yield Launch(call.slots.fc1[:count], call.slots.fc2[:count], bounds)
+        if call.route.waves > 1:
+            _push(call, wave, (projection,), backward=backward)
+        for first, count in _chunks(call, wave):
+            call.backend.wait_slots(call.route, wave, projection, first, first + count)
+            group = _foreign_group(call, wave) + first
+            yield slots[first : first + count], call.bounds(group, count)
+        if call.route.waves > 1:
+            call.backend.free_slots()
+
+
+def _chunks(call: ExpertCall, wave: int) -> Iterator[tuple[int, int]]:
+    """(first slot, count) of each launch over a wave's slots."""
+    first, end = 0, call.wave_slots(wave)
+    for count in call.backend.slot_chunks:
+        if first + count < end:
+            yield first, count
+            first += count
+    yield first, end - first
+
+
+def _foreign_group(call: ExpertCall, wave: int) -> int:
+    """Row group of a wave's first slot."""
+    return call.home.count + wave * call.slots.count
+
+
+def _push_all(call: ExpertCall, *, backward: bool) -> None:
+    """Start the push of a single wave, which serves both projections."""
+    if call.route.waves == 1:
+        _push(call, 0, (FC1, FC2), backward=backward)
+
+
+def _free_all(call: ExpertCall) -> None:
+    """The end of what `_push_all` began."""
+    if call.route.waves == 1:
+        call.backend.free_slots()
+
+
+def _push(call: ExpertCall, wave: int, projections: tuple[int, ...], *, backward: bool) -> None:
+    homes = (call.home.fc1, call.home.fc2)
+    weights = {p: homes[p].weights() for p in projections}
+    call.backend.push_weights(call.route, wave, weights, call.slots, backward=backward)
 
 
 def _weighted(activation: Activation, pre: Tensor, probs: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Grouped products over row groups with one weight each, in plain torch.
+"""Grouped products over row groups with one weight each.
 
 Row groups are consecutive: group i of a launch is rows ``bounds[i]`` to ``bounds[i+1]`` (absolute
-rows, host integers). ``torch.nn.functional.grouped_mm`` where it takes the dtype and the strides,
-otherwise one product a group.
+rows). Boundaries on the device go to `moonep_megatron.quack_gemm`. With boundaries on the host it
+is ``torch.nn.functional.grouped_mm`` where it takes the dtype and the strides, otherwise one
+product a group.
 
 Letters: N grouped rows, M receive rows, g groups of a launch, [out, in] a weight's shape.
 """
@@ -16,12 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moonep_megatron import quack_gemm
+from moonep_megatron.backends.base import Bounds
+
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes; grouped_mm refuses other strides
 
 
 def rows_times_weights(
-    rows: Tensor, weights_goi: Tensor, out: Tensor, bounds: Sequence[int], index: Tensor | None
+    rows: Tensor, weights_goi: Tensor, out: Tensor, bounds: Bounds, index: Tensor | None
 ) -> None:
     """``out[group] = rows[group] @ weight.T`` for every group.
 
@@ -32,6 +36,9 @@ def rows_times_weights(
         out: [N, out], written in bounds[0]..bounds[-1] only.
         bounds: g + 1 ascending rows.
     """
+    if isinstance(bounds, Tensor):
+        quack_gemm.rows_times_weights(rows, weights_goi, out, bounds, index)
+        return
     first, last = bounds[0], bounds[-1]
     if first == last:
         return
@@ -48,7 +55,7 @@ def add_weight_gradients(
     d_out: Tensor,
     rows: Tensor,
     grads_goi: Tensor,
-    bounds: Sequence[int],
+    bounds: Bounds,
     *,
     accumulate: bool,
     out_index: Tensor | None = None,
@@ -62,6 +69,17 @@ def add_weight_gradients(
         grads_goi: [g, out, in], any strides; an empty group adds nothing.
         accumulate: add to the gradient, or overwrite it.
     """
+    if isinstance(bounds, Tensor):
+        quack_gemm.add_weight_gradients(
+            d_out,
+            rows,
+            grads_goi,
+            bounds,
+            accumulate=accumulate,
+            out_index=out_index,
+            row_index=row_index,
+        )
+        return
     if not accumulate:
         grads_goi.zero_()
     for i, a, b in _groups(bounds):

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from moonep_megatron import config as moonep_config
-from moonep_megatron import metrics
+from moonep_megatron import metrics, quack_gemm
 from moonep_megatron.backends import log_once, make_backend
 from moonep_megatron.dispatcher import MoonEPTokenDispatcher, recomputing
 from moonep_megatron.experts import Activation, ExpertCall, run_experts
@@ -63,6 +63,8 @@ class MoonEPMoELayer(MoELayer):
         self.activation = activation(config)
         self.probs_on_input: bool = config.moe_apply_probs_on_input
         self.router_histogram: Tensor | None = None
+        # The rows of the pass between dispatch and experts, for --moe-moonep-redispatch.
+        self.dispatched_sH: Tensor | None = None
         # Hashes of plans whose pass will be recomputed, in any order: how many of each.
         self.checkpointed_plans: Counter[int] = Counter()
         if self.moonep.force_maxvio is not None:
@@ -89,7 +91,9 @@ class MoonEPMoELayer(MoELayer):
         if self.probs_on_input:  # K = 1, so a row has one probability before it travels
             hidden_states = (hidden_states * probs).to(hidden_states.dtype)
             probs = torch.ones_like(probs)
+        self.token_dispatcher.backend.layer = self.layer_number or 0
         dispatched = self.token_dispatcher.token_dispatch(hidden_states, probs)
+        self.dispatched_sH = hidden_states.detach() if self.moonep.redispatch else None
         if self.moonep.check_plan and self.training:
             self._compare_with_checkpointed(plan_hash(self.token_dispatcher.current_route().plan))
         return dispatched
@@ -112,14 +116,18 @@ class MoonEPMoELayer(MoELayer):
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Receive rows [M, H] and probabilities [N] to per-token sums [M, H]."""
-        dispatcher = self.token_dispatcher
+        backend, route = self.token_dispatcher.backend, self.token_dispatcher.current_route()
+        slots = self._slots(hidden_states)
+        x_sH, self.dispatched_sH = self.dispatched_sH, None
         call = ExpertCall(
-            backend=dispatcher.backend,
-            route=dispatcher.current_route(),
+            backend=backend,
+            route=route,
             home=self.home,
-            slots=self._slots(hidden_states),
+            slots=slots,
             activation=self.activation,
             fused=self.config.gradient_accumulation_fusion,
+            on_host=not backend.device_bounds or _products_on_host(slots),
+            dispatch_again=None if x_sH is None else lambda: backend.dispatch(route, x_sH)[0],
         )
         metrics.observe(self, call)
         return run_experts(call, hidden_states, probs), None
@@ -143,7 +151,19 @@ class MoonEPMoELayer(MoELayer):
             f"{receive_rows * rows.shape[1] * rows.itemsize / 2**20:.1f} MiB. Fewer "
             "--moe-moonep-slots take less memory and more rounds of weight transfers"
         )
-        return slot_pool(self.ep_group, count, shape)
+        make = self.token_dispatcher.backend.make_slots
+        return slot_pool(self.ep_group, count, shape, make)
+
+
+def _products_on_host(slots: SlotPool) -> bool:
+    """Whether the products need row boundaries on the host; says so once."""
+    reason = quack_gemm.refusal(slots.fc1.dtype, *slots.fc1.shape[1:], *slots.fc2.shape[1:])
+    if reason is not None:
+        log_once(
+            f"moonep: quack's grouped GEMM cannot serve these experts ({reason}); torch's products "
+            "are used instead, and every layer waits for its row boundaries on the host"
+        )
+    return reason is not None
 
 
 def activation(config: Any) -> Activation:

@@ -101,7 +101,8 @@ def _computed_rows(call: ExpertCall) -> Tensor:
     plan = call.route.plan
     experts = plan.group_expert_RG[call.backend.rank].tolist()
     rows_E = torch.zeros(plan.rows_RE.shape[1], dtype=torch.int64)
-    for first, bounds in group_rows(call):
+    for first, handed in group_rows(call):
+        bounds = handed.tolist() if isinstance(handed, Tensor) else handed
         for i in range(len(bounds) - 1):
             if bounds[i + 1] > bounds[i]:
                 rows_E[experts[first + i]] += bounds[i + 1] - bounds[i]
@@ -123,13 +124,12 @@ def _track(layer: Any, call: ExpertCall) -> None:
     )
 
     plan, config = call.route.plan, layer.config
-    bytes_pushed = plan.duplicates * sum(
-        p.weights()[0].nbytes for p in (call.home.fc1, call.home.fc2)
-    )
+    duplicates = plan.received_R.sum()
+    copy_bytes = sum(p.weights()[0].nbytes for p in (call.home.fc1, call.home.fc2))
     values = {f"moonep_{name}": value for name, value in balance(call.route).items()}
-    values["moonep_duplicates"] = torch.as_tensor(plan.duplicates)
-    values["moonep_busiest"] = torch.as_tensor(plan.busiest)
-    values["moonep_pushed_mb"] = torch.as_tensor(bytes_pushed) / 1e6
+    values["moonep_duplicates"] = duplicates
+    values["moonep_busiest"] = plan.busiest_rank
+    values["moonep_pushed_mb"] = duplicates * (copy_bytes / 1e6)
     device = call.route.source_row_N.device
     # As Megatron counts: multi-token prediction layers come behind the model's.
     layer_number = layer.layer_number + (config.num_layers if layer.is_mtp_layer else 0)

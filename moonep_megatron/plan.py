@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from moonep_megatron.rules import PLANNERS, Piece, solve
+from moonep_megatron.rules import PLANNERS, RULES, Piece, solve
 
 __all__ = ["PLANNERS", "Plan", "destinations", "make_plan", "plan_hash"]
 
@@ -36,15 +36,17 @@ class Plan:
     """[R, 2n] expert of each row group: the home experts in home order, then the foreign ones."""
     group_start_RG1: Tensor
     """[R, 2n+1] row at which each group starts; the last entry is the cap."""
-    rule: str
-    """The rule that made this plan."""
+    rule_1: Tensor
+    """[1] index into ``RULES`` of the rule that made this plan."""
 
     def to(self, device: torch.device) -> "Plan":
         """The same plan on another device."""
-        tensors = {
-            f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "rule"
-        }
-        return replace(self, **tensors)
+        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    @property
+    def rule(self) -> str:
+        """Name of the rule that made this plan; waits for the device."""
+        return tuple(RULES)[int(self.rule_1)]
 
     @property
     def received_R(self) -> Tensor:
@@ -55,18 +57,25 @@ class Plan:
     def sent_R(self) -> Tensor:
         """int32 [R], duplicates of each rank's home experts on other ranks."""
         ranks, homes = self.foreign_expert_Rn.shape
-        foreign = self.foreign_expert_Rn[self.foreign_expert_Rn >= 0]
-        return torch.bincount(foreign // homes, minlength=ranks).int()
+        # Empty places count for a rank that is cut off; nothing here waits for the device.
+        home = torch.where(self.foreign_expert_Rn < 0, ranks, self.foreign_expert_Rn // homes)
+        ones = torch.ones_like(self.foreign_expert_Rn).view(-1)
+        return ones.new_zeros(ranks + 1).scatter_add_(0, home.view(-1).long(), ones)[:ranks]
 
     @property
     def duplicates(self) -> int:
-        """U, the number of (rank, foreign expert) pairs."""
+        """U, the number of (rank, foreign expert) pairs; waits for the device."""
         return int(self.received_R.sum())
 
     @property
+    def busiest_rank(self) -> Tensor:
+        """D as a scalar on the device."""
+        return torch.maximum(self.sent_R, self.received_R).max()
+
+    @property
     def busiest(self) -> int:
-        """D, the most duplicates that any rank sends or holds."""
-        return int(torch.maximum(self.sent_R, self.received_R).max())
+        """D, the most duplicates that any rank sends or holds; waits for the device."""
+        return int(self.busiest_rank)
 
     def waves(self, slots: int) -> int:
         """Rounds that the busiest receiver needs with ``slots`` duplicates at a time."""
@@ -118,7 +127,7 @@ def make_plan(
         foreign_expert_Rn=foreign_Rn.to(device, torch.int32),
         group_expert_RG=group_RG.to(device, torch.int32),
         group_start_RG1=start_RG1.to(device, torch.int32),
-        rule=rule,
+        rule_1=torch.tensor([tuple(RULES).index(rule)], dtype=torch.int32, device=device),
     )
 
 

@@ -6,6 +6,7 @@ copy only between the push of one wave and its last use in the same pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -54,12 +55,34 @@ class SlotPool:
     grad1: Tensor
     grad2: Tensor
 
+    @staticmethod
+    def empty(count: int, shape: SlotShape) -> SlotPool:
+        """Slots in ordinary memory, without values."""
+        weight = partial(torch.empty, count, dtype=shape.dtype, device=shape.device)
+        grad = partial(torch.empty, count, dtype=shape.grad_dtype, device=shape.device)
+        return SlotPool(
+            count=count,
+            fc1=weight(*shape.fc1),
+            fc2=weight(*shape.fc2),
+            grad1=grad(*shape.fc1),
+            grad2=grad(*shape.fc2),
+        )
+
+    def weights(self, projection: int) -> Tensor:
+        """Slots of FC1 (0) or FC2 (1)."""
+        return (self.fc1, self.fc2)[projection]
+
 
 # Weak in the group, so that a destroyed group does not keep its slots alive.
 _pools: WeakKeyDictionary[ProcessGroup, dict[tuple[int, SlotShape], SlotPool]] = WeakKeyDictionary()
 
 
-def slot_pool(group: ProcessGroup, count: int, shape: SlotShape) -> SlotPool:
+def slot_pool(
+    group: ProcessGroup,
+    count: int,
+    shape: SlotShape,
+    make: Callable[[int, SlotShape], SlotPool],
+) -> SlotPool:
     """The pool of ``count`` slots for this group and shape, made at its first use.
 
     Layers of one shape share a pool: expert computes of two layers never overlap on one stream.
@@ -69,13 +92,5 @@ def slot_pool(group: ProcessGroup, count: int, shape: SlotShape) -> SlotPool:
     if key not in pools:
         # The first pass may be an evaluation, whose tensors could never be trained with.
         with torch.inference_mode(False):
-            weight = partial(torch.empty, count, dtype=shape.dtype, device=shape.device)
-            grad = partial(torch.empty, count, dtype=shape.grad_dtype, device=shape.device)
-            pools[key] = SlotPool(
-                count=count,
-                fc1=weight(*shape.fc1),
-                fc2=weight(*shape.fc2),
-                grad1=grad(*shape.fc1),
-                grad2=grad(*shape.fc2),
-            )
+            pools[key] = make(count, shape)
     return pools[key]

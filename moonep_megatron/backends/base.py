@@ -8,13 +8,35 @@ B duplicate slots of a rank, H width of a row, N = S*K grouped rows, M = min(K, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moonep_megatron.plan import Plan
+from moonep_megatron.slots import SlotPool, SlotShape
+
+# Row boundaries of consecutive groups: integers on the host, or int32 on the device, 16-byte
+# aligned. One more than there are groups; absolute rows.
+Bounds = Sequence[int] | Tensor
+
+
+@dataclass(kw_only=True)
+class Choices:
+    """The experts that this rank's tokens chose.
+
+    Attributes:
+        ids_sK: int32 or int64 [s, K], -1 for none; repeats are legal.
+        excess: int scalar, choices beyond K that could not be represented, or None for none.
+        places_sK, counts_CE: what counting on the device left for the exchange (see
+            `moonep_megatron.kernels.counting`), or None.
+    """
+
+    ids_sK: Tensor
+    excess: Tensor | None = None
+    places_sK: Tensor | None = None
+    counts_CE: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +49,7 @@ class Route:
         plan: the placement, equal on all ranks.
         counts_RE: int32 [R, E], rows that rank r routes to expert e.
         source_row_N: int32 [N], the receive row that holds the input of each grouped row of this
-            rank. Only the first ``cap`` entries mean anything.
-        starts_G1: the 2n + 1 row boundaries of this rank's groups, home then foreign; on the host
-            for the collective backend.
+            rank. Only the first ``cap`` entries mean anything, and those after the first dispatch.
         tokens: s, the tokens this rank brought.
         topk: K.
         max_tokens: S.
@@ -39,23 +59,52 @@ class Route:
     plan: Plan
     counts_RE: Tensor
     source_row_N: Tensor
-    starts_G1: Sequence[int]
     tokens: int
     topk: int
     max_tokens: int
     waves: int
 
+    def bounds(self, first: int, count: int) -> Bounds:
+        """Row boundaries of this rank's groups first .. first + count (home, then foreign)."""
+        raise NotImplementedError
+
+    def starts_G1(self) -> list[int]:
+        """The 2n + 1 boundaries of all groups on the host, which may have to wait for them."""
+        raise NotImplementedError
+
 
 class Backend(ABC):
     """Moves counts, rows, weights and gradients between the ranks of one expert-parallel group.
 
-    Every method but `presum` is collective: all ranks call it, in the same order, also with zero
+    Every method but `choose` is collective: all ranks call it, in the same order, also with zero
     tokens. `dispatch` and `gather` are adjoint to each other, and each serves as the other's
     backward; so are reading rows through ``source_row_N`` and `presum`.
+
+    Rows from `dispatch` are lent until `free_receive`, which is called once for each dispatch.
+    The sums from `presum` are lent until the `gather` that follows it.
     """
 
     rank: int
     size: int
+    layer: int = 0
+    """Number of the layer, for messages."""
+    device_bounds: bool = False
+    """Whether routes have their row boundaries on the device, and reading them waits for it."""
+    slot_chunks: tuple[int, ...] = ()
+    """Slots of the first launches over a wave's slots, before one over all the rest."""
+
+    def choose(self, routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Choices, Tensor]:
+        """The chosen experts of every token, ascending, and their probabilities.
+
+        Args:
+            routing_map: bool [s, E].
+            probs: [s, E], any floating dtype.
+
+        Returns:
+            the choices, and [s, K], 0 for none, differentiable in ``probs``.
+        """
+        ids_sK, excess = compact(routing_map, topk)
+        return Choices(ids_sK=ids_sK, excess=excess), chosen_probs(probs, ids_sK)
 
     @abstractmethod
     def publish_home_order(self, order_n: Tensor) -> Tensor:
@@ -69,17 +118,16 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def exchange(self, ids_sK: Tensor, excess: Tensor, home_order_Rn: Tensor) -> Route:
+    def exchange(self, choices: Choices, home_order_Rn: Tensor) -> Route:
         """Exchange the counts, plan, and derive where every row goes.
 
         Args:
-            ids_sK: int [s, K], expert ids, -1 for none; repeats are legal.
-            excess: int scalar, choices beyond K that could not be represented in ``ids_sK``.
             home_order_Rn: int32 [R, n], from `publish_home_order`.
 
         Raises:
             ValueError: on every rank alike, naming the offending rank, when some rank brought more
-                than S tokens, ids outside -1..E-1, or more than K choices for a token.
+                than S tokens, ids outside -1..E-1, or more than K choices for a token. The
+                symmetric backend ends the processes with the same words instead.
         """
 
     @abstractmethod
@@ -90,56 +138,125 @@ class Backend(ABC):
 
         Args:
             x_sH: [s, H], any floating dtype.
-            probs_sK: [s, K], weights that travel to the grouped rows, or none.
+            probs_sK: [s, K], weights that travel to the grouped rows, or none. The first dispatch
+                of a route has them.
 
         Returns:
-            receive rows [M, H] in the dtype of ``x_sH`` and probabilities [N].
+            receive rows [M, H] in the dtype of ``x_sH``, lent, and probabilities [N].
         """
 
+    def keep(self, lent: Tensor) -> Tensor:
+        """Lent rows in memory of their own, to be read after their return."""
+        return lent
+
+    def free_receive(self) -> None:
+        """Say that the rows of the last `dispatch` have been read by all work queued so far."""
+
     @abstractmethod
-    def presum(self, route: Route, rows_NH: Tensor) -> Tensor:
-        """Sum the grouped rows of one token on this rank in fp32, in order of k; no communication.
+    def presum(self, route: Route, rows_NH: Tensor, d_probs_N: Tensor | None = None) -> Tensor:
+        """Sum the grouped rows of one token on this rank, in fp32, in order of k.
+
+        Args:
+            d_probs_N: [N], the values that the `gather` after this one returns, if it does.
 
         Returns:
-            [M, H] in the dtype of ``rows_NH``; receive rows without a token are zero or unread.
+            [M, H] in the dtype of ``rows_NH``, lent; rows without a token are zero or unread.
         """
 
     @abstractmethod
     def gather(
-        self, route: Route, sums_MH: Tensor, probs_N: Tensor | None = None
+        self, route: Route, sums_MH: Tensor, d_probs_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Bring the per-rank sums of every token back to its owner and add them in fp32, by rank.
 
         Args:
             sums_MH: [M, H], from `presum`.
-            probs_N: [N], values that return from the grouped rows to their entries (the gradient
-                of the probabilities), or none.
+            d_probs_N: [N], as given to that `presum`: values that return from the grouped rows to
+                their entries (the gradient of the probabilities), or none.
 
         Returns:
             [s, H] in the dtype of ``sums_MH`` and [s, K].
         """
 
+    def make_slots(self, count: int, shape: SlotShape) -> SlotPool:
+        """B slots in memory that `push_weights` and `pull_gradients` reach. Collective."""
+        return SlotPool.empty(count, shape)
+
     @abstractmethod
     def push_weights(
-        self, route: Route, wave: int, weights_n: Sequence[Tensor], slots_Boi: Tensor
+        self,
+        route: Route,
+        wave: int,
+        weights: Mapping[int, Sequence[Tensor]],
+        slots: SlotPool,
+        *,
+        backward: bool = False,
     ) -> None:
-        """Copy the weights of every foreign expert of a wave from its home into the slots.
+        """Start to copy the weights of every foreign expert of a wave into the slots.
+
+        Called after the `free_slots` of the wave before. All ranks push the same projections.
 
         Args:
-            weights_n: n tensors [out, in], this rank's home weights by local expert index.
-            slots_Boi: [B, out, in], this rank's slots of the same projection.
+            weights: by projection, 0 for FC1 and 1 for FC2: n tensors [out, in], this rank's home
+                weights by local expert index.
+            backward: FC2 is needed first.
         """
+
+    def wait_slots(self, route: Route, wave: int, projection: int, first: int, end: int) -> None:
+        """Let work queued from here on begin when slots [first, end) have a projection's weights.
+
+        Only for projections of the last `push_weights`.
+        """
+
+    def free_slots(self) -> None:
+        """Say, once for each push, that the slots have been read by all work queued so far."""
+
+    def wait_pulled(self) -> None:
+        """Let work queued from here on begin when the slot gradients may be overwritten."""
 
     @abstractmethod
     def pull_gradients(
-        self, route: Route, wave: int, slot_grads_Boi: Tensor, targets_n: Sequence[Tensor]
+        self,
+        route: Route,
+        wave: int,
+        slots: SlotPool,
+        targets: tuple[Sequence[Tensor], Sequence[Tensor]],
     ) -> None:
-        """Add the slot gradients of a wave to their home, in fixed (rank, slot) order, unscaled.
+        """Start to add the slot gradients of a wave to their home, in fixed (rank, slot) order.
+
+        The sums are plain; ``slots.grad1`` and ``slots.grad2`` have been computed by work queued
+        before. Until `join`, nothing else may add to the targets.
 
         Args:
-            slot_grads_Boi: [B, out, in] fp32, or fp64 in an fp64 model.
-            targets_n: n tensors [out, in] by local expert index, added to in place.
+            targets: of FC1 and FC2, n tensors [out, in] by local expert index, added to in place.
         """
+
+    def join(self) -> None:
+        """Let work queued from here on begin when pushes and pulls of this rank are done."""
+
+
+def compact(routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """The chosen experts of every token, ascending, in one pass and without a host sync.
+
+    Args:
+        routing_map: bool [s, E].
+
+    Returns:
+        ids int32 [s, K], -1 for none, and the number of choices beyond K as an int64 scalar.
+    """
+    tokens, experts = routing_map.shape
+    place = routing_map.cumsum(1, dtype=torch.int32) - 1
+    # Entries that are not chosen, or come after the K-th, land in a column that is cut off.
+    place = torch.where(routing_map & (place < topk), place, topk).long()
+    ids = torch.full((tokens, topk + 1), -1, dtype=torch.int32, device=routing_map.device)
+    expert = torch.arange(experts, dtype=torch.int32, device=routing_map.device)
+    ids = ids.scatter(1, place, expert.expand(tokens, -1))[:, :topk].contiguous()
+    return ids, routing_map.sum() - (ids >= 0).sum()
+
+
+def chosen_probs(probs: Tensor, ids_sK: Tensor) -> Tensor:
+    """Probabilities [s, K] of the chosen experts, 0 for none; differentiable in ``probs``."""
+    return torch.where(ids_sK >= 0, probs.gather(1, ids_sK.clamp(min=0).long()), 0)
 
 
 def receive_rows(

@@ -7,7 +7,7 @@ layer on GPUs. Rows cross once a token and rank; only real rows travel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import override
@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonep_megatron.backends.base import Backend, Route, first_entry, receive_rows
+from moonep_megatron.backends.base import Backend, Choices, Route, first_entry, receive_rows
 from moonep_megatron.plan import Plan, destinations, make_plan, plan_hash
+from moonep_megatron.slots import SlotPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class CollectiveRoute(Route):
     """A `Route` with the split sizes and orders of this rank's collectives.
 
     Attributes:
+        starts: the 2n + 1 row boundaries of this rank's groups, home then foreign, on the host.
         foreign_Rn: the plan's foreign experts on the host, read by every push and pull.
         sent_token_U: int64, the token behind each row this rank sends, by (destination, token).
         sent_rows, received_rows: rows to and from each rank.
@@ -37,6 +39,7 @@ class CollectiveRoute(Route):
         gather_order_U, gather_starts_s: sent rows by (token, destination), and where each begins.
     """
 
+    starts: list[int]
     foreign_Rn: list[list[int]]
     sent_token_U: Tensor
     sent_rows: list[int]
@@ -50,6 +53,14 @@ class CollectiveRoute(Route):
     presum_starts_M: Tensor
     gather_order_U: Tensor
     gather_starts_s: Tensor
+
+    @override
+    def bounds(self, first: int, count: int) -> list[int]:
+        return self.starts[first : first + count + 1]
+
+    @override
+    def starts_G1(self) -> list[int]:
+        return self.starts
 
 
 class CollectiveBackend(Backend):
@@ -88,8 +99,9 @@ class CollectiveBackend(Backend):
         return self._all_gather(order_n)
 
     @override
-    def exchange(self, ids_sK: Tensor, excess: Tensor, home_order_Rn: Tensor) -> CollectiveRoute:
-        ids_sK = ids_sK.long()
+    def exchange(self, choices: Choices, home_order_Rn: Tensor) -> CollectiveRoute:
+        ids_sK = choices.ids_sK.long()
+        excess = ids_sK.new_zeros(()) if choices.excess is None else choices.excess
         counts_RE = self._exchange_counts(ids_sK, excess)
         plan = make_plan(
             counts_RE, planner=self.planner, slots=self.slots, home_order_Rn=home_order_Rn.cpu()
@@ -119,46 +131,64 @@ class CollectiveBackend(Backend):
         return receive_MH, probs_N.index_copy_(0, route.received_entry_C, arrived_C)
 
     @override
-    def presum(self, route: Route, rows_NH: Tensor) -> Tensor:
+    def presum(self, route: Route, rows_NH: Tensor, d_probs_N: Tensor | None = None) -> Tensor:
         assert isinstance(route, CollectiveRoute)
         return _sum_bags(rows_NH, route.presum_order_C, route.presum_starts_M)
 
     @override
     def gather(
-        self, route: Route, sums_MH: Tensor, probs_N: Tensor | None = None
+        self, route: Route, sums_MH: Tensor, d_probs_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         assert isinstance(route, CollectiveRoute)
         returned_UH = self._all_to_all(
             sums_MH.index_select(0, route.received_row_V), route.received_rows, route.sent_rows
         )
         x_sH = _sum_bags(returned_UH, route.gather_order_U, route.gather_starts_s)
-        if probs_N is None:
+        if d_probs_N is None:
             return x_sH, None
         returned_A = self._all_to_all(
-            probs_N.index_select(0, route.received_entry_C),
+            d_probs_N.index_select(0, route.received_entry_C),
             route.received_entries,
             route.sent_entries,
         )
-        probs = probs_N.new_zeros(route.tokens * route.topk)
+        probs = d_probs_N.new_zeros(route.tokens * route.topk)
         probs.index_copy_(0, route.sent_entry_A, returned_A)
         return x_sH, probs.view(route.tokens, route.topk)
 
     @override
     def push_weights(
-        self, route: Route, wave: int, weights_n: Sequence[Tensor], slots_Boi: Tensor
+        self,
+        route: Route,
+        wave: int,
+        weights: Mapping[int, Sequence[Tensor]],
+        slots: SlotPool,
+        *,
+        backward: bool = False,
     ) -> None:
-        # Straight from parameter to slot: a hot expert's home would have to stage R - 1 copies.
-        transfers = []
-        for holder in range(self.size):
-            for slot, expert, home in self._copies(route, holder, wave):
-                if home == self.rank:
-                    transfers.append(self._send(weights_n[expert], holder, slot))
-                elif holder == self.rank:
-                    transfers.append(self._receive(slots_Boi[slot], home, slot))
-        _finish(transfers)
+        for projection, weights_n in weights.items():
+            slots_Boi = slots.weights(projection)
+            # Straight from parameter to slot: a hot expert's home would have to stage R - 1 copies.
+            transfers = []
+            for holder in range(self.size):
+                for slot, expert, home in self._copies(route, holder, wave):
+                    if home == self.rank:
+                        transfers.append(self._send(weights_n[expert], holder, slot))
+                    elif holder == self.rank:
+                        transfers.append(self._receive(slots_Boi[slot], home, slot))
+            _finish(transfers)
 
     @override
     def pull_gradients(
+        self,
+        route: Route,
+        wave: int,
+        slots: SlotPool,
+        targets: tuple[Sequence[Tensor], Sequence[Tensor]],
+    ) -> None:
+        for slot_grads_Boi, targets_n in zip((slots.grad1, slots.grad2), targets, strict=True):
+            self._pull(route, wave, slot_grads_Boi, targets_n)
+
+    def _pull(
         self, route: Route, wave: int, slot_grads_Boi: Tensor, targets_n: Sequence[Tensor]
     ) -> None:
         sums: dict[int, Tensor] = {}
@@ -250,7 +280,7 @@ class CollectiveBackend(Backend):
             plan=plan,
             counts_RE=counts_RE,
             source_row_N=source_row_N.index_copy_(0, row_C, receive_C.int()),
-            starts_G1=plan.group_start_RG1[self.rank].tolist(),
+            starts=plan.group_start_RG1[self.rank].tolist(),
             tokens=tokens,
             topk=topk,
             max_tokens=max_tokens,

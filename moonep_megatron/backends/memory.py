@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ class SymmetricMemory:
         control_ints: int,
         fault_ints: int,
     ) -> None:
-        self.group = group
+        self._group = weakref.ref(group)
         self.bytes = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
         # Flags must be zero on every rank before anyone may write into them.
         self.bytes.zero_()
@@ -72,8 +73,24 @@ class SymmetricMemory:
         self.control = torch.zeros(control_ints, dtype=torch.int32, device=device)
         self.fault = torch.zeros(fault_ints, dtype=torch.int32, pin_memory=True)
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group, as long as somebody else keeps it: this memory must not."""
+        return self._group()
+
     def local(self, region: Region) -> Tensor:
-        """This rank's own part of a region, as a tensor."""
-        size = math.prod(region.shape) * region.dtype.itemsize
-        part = self.bytes[region.offset : region.offset + size]
-        return part.view(region.dtype).view(region.shape)
+        """This rank's own part of a region."""
+        return part_of(self.bytes, region.offset, region.shape, region.dtype)
+
+
+def part_of(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor in other memory that autograd does not take for a view of it.
+
+    Args:
+        memory: uint8.
+        offset: bytes, a multiple of the dtype's size.
+    """
+    start = (memory.storage_offset() + offset) // dtype.itemsize
+    part = torch.empty(0, dtype=dtype, device=memory.device)
+    with torch.no_grad():
+        return part.set_(memory.untyped_storage(), start, shape)  # type: ignore[call-overload]

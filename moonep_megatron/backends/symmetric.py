@@ -1,0 +1,463 @@
+"""The backend of one NVLink domain: kernels that store to and load from the peers' memory.
+
+After the first pass nothing waits on the host and nothing is allocated but ordinary tensors from
+torch's cache, so a pass can be captured in a CUDA graph. `docs/protocol.md` says which memory may
+be written when.
+
+Letters as in `moonep_megatron.backends.base`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moonep_megatron.backends.base import Backend, Bounds, Choices, Route
+from moonep_megatron.backends.group_memory import (
+    CountMemory,
+    RowShape,
+    SymmetricSlots,
+    Tables,
+    group_memory,
+)
+from moonep_megatron.backends.memory import Region
+from moonep_megatron.kernels import pull_gradients as pull
+from moonep_megatron.kernels import push_weights as push
+from moonep_megatron.kernels.compact import compact
+from moonep_megatron.kernels.counting import count
+from moonep_megatron.kernels.destinations import destinations
+from moonep_megatron.kernels.dispatch import dispatch, free_receive
+from moonep_megatron.kernels.duplicates import Duplicates
+from moonep_megatron.kernels.exchange import Exchanged, exchange
+from moonep_megatron.kernels.gather import gather
+from moonep_megatron.kernels.layout import DevicePlan
+from moonep_megatron.kernels.plan import Planner
+from moonep_megatron.kernels.presum import presum
+from moonep_megatron.kernels.rows import RowMemory
+from moonep_megatron.plan import Plan, plan_hash
+from moonep_megatron.slots import SlotPool, SlotShape
+
+# Measured on two H200s: rows need 16 SMs to fill the link, a push 8, a pull 12.
+ROW_SMS, PUSH_SMS, PULL_SMS = 16, 8, 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class SymmetricRoute(Route):
+    """A `Route` whose every part is on the device.
+
+    Attributes:
+        rank: this rank.
+        tables: rows and probabilities by receive row and grouped row, after the first dispatch.
+        rank_sK, row_sK: int32 [s, K], destination rank and grouped row of each entry, -1 for none.
+        starts: int32 [4, P], the row boundaries of this rank's groups four times, each time one
+            group further on, so that the boundaries from any group on start 16-byte aligned.
+    """
+
+    rank: int
+    tables: Tables
+    rank_sK: Tensor
+    row_sK: Tensor
+    starts: Tensor
+
+    @override
+    def bounds(self, first: int, count: int) -> Bounds:
+        shift = first % 4
+        return self.starts[shift, first - shift : first - shift + count + 1]
+
+    @override
+    def starts_G1(self) -> list[int]:
+        return self._starts_on_host
+
+    @cached_property
+    def _starts_on_host(self) -> list[int]:
+        return self.plan.group_start_RG1[self.rank].tolist()
+
+    @cached_property
+    def cap(self) -> Tensor:
+        """int32 scalar, grouped rows of this rank."""
+        return self.plan.cap_R[self.rank]
+
+
+class SymmetricBackend(Backend):
+    """Exchange, plan, dispatch, combine, push and pull as kernels over symmetric memory.
+
+    Args:
+        group: the expert-parallel group, inside one NVLink domain.
+        num_experts: E, divisible by the group's size.
+        slots: B, duplicate slots of a rank, 1..E/R.
+        planner: planning rule, see `moonep_megatron.plan`.
+        max_tokens: S, or None to agree on the most tokens of any rank at the first exchange.
+        check_plan: compare the plan's hash across ranks in every exchange (debugging; waits).
+        num_sms: most SMs that a kernel of rows may use; pushes and pulls take fewer.
+        timeout: seconds that a kernel waits for another rank.
+    """
+
+    device_bounds = True
+    # The first slots are needed first, and arrive first.
+    slot_chunks = (1, 3)
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        num_experts: int,
+        slots: int,
+        planner: str = "best",
+        max_tokens: int | None = None,
+        check_plan: bool = False,
+        num_sms: int | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.num_experts = num_experts
+        self.slots = slots
+        self.max_tokens = max_tokens
+        self.check_plan = check_plan
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.memory = group_memory(group, self.device, timeout)
+        most = num_sms or ROW_SMS
+        self.row_sms, self.push_sms, self.pull_sms = most, min(most, PUSH_SMS), min(most, PULL_SMS)
+        # The pre-sum moves nothing between ranks, so it may use the whole GPU.
+        self.all_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._planner_name = planner
+        self._planners: dict[int, Planner] = {}
+        self._addresses: dict[Any, tuple[tuple[int, ...], Tensor]] = {}
+        self._lent: RowMemory | None = None
+        self._duplicates: Duplicates | None = None
+        self._before_dispatch = torch.cuda.Event()
+
+    @override
+    def choose(self, routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Choices, Tensor]:
+        ids, chosen, places, counts = _Compact.apply(routing_map.contiguous(), probs, topk)
+        choices = Choices(ids_sK=ids, places_sK=places, counts_CE=counts)
+        return choices, chosen.to(probs.dtype)
+
+    @override
+    def publish_home_order(self, order_n: Tensor) -> Tensor:
+        orders: list[Any] = [None] * self.size
+        dist.all_gather_object(orders, order_n.tolist(), group=self.group)
+        return torch.tensor(orders, dtype=torch.int32, device=self.device)
+
+    @override
+    def exchange(self, choices: Choices, home_order_Rn: Tensor) -> SymmetricRoute:
+        (tokens, topk), experts = choices.ids_sK.shape, self.num_experts
+        max_tokens = self._agreed_max_tokens(tokens)
+        ids, places, counts = choices.ids_sK, choices.places_sK, choices.counts_CE
+        if places is None or counts is None:
+            ids, places, counts = count(ids.contiguous(), experts)
+        exchanged = self._exchange(self.memory.counts(experts), counts, tokens, max_tokens)
+        made = self._planner(topk, max_tokens).plan(exchanged, home_order_Rn, self.rank)
+        rank_sK, row_sK = destinations(made, ids, places, exchanged.first_CE, self.rank)
+        plan = _plan(made)
+        if self.check_plan:
+            self._compare_hashes(plan)
+        homes = experts // self.size
+        starts = plan.group_start_RG1[self.rank].index_select(0, self._shifted)
+        kept = Tables(topk, max_tokens, self.size, self.device)
+        return SymmetricRoute(
+            plan=plan,
+            counts_RE=exchanged.counts_RE,
+            source_row_N=kept.source_row_N,
+            tables=kept,
+            tokens=tokens,
+            topk=topk,
+            max_tokens=max_tokens,
+            waves=-(-homes // self.slots),
+            rank=self.rank,
+            rank_sK=rank_sK,
+            row_sK=row_sK,
+            starts=starts.view(4, -1),
+        )
+
+    @override
+    def dispatch(
+        self, route: Route, x_sH: Tensor, probs_sK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(route, SymmetricRoute)
+        assert self._lent is None, "the rows of a dispatch were not freed before the next one"
+        rows = self._rows(route, x_sH)
+        self._before_dispatch.record()
+        probs = None if probs_sK is None else probs_sK.float().contiguous()
+        dispatch(
+            rows,
+            x_sH.contiguous(),
+            route.rank_sK,
+            route.row_sK,
+            probs,
+            sms=self.row_sms,
+            layer=self.layer,
+        )
+        self._lent = rows
+        receive_MH = rows.memory.local(rows.receive)
+        if probs_sK is None:
+            return receive_MH, None
+        route.tables.take(rows)
+        return receive_MH, route.tables.probs_N.to(probs_sK.dtype)
+
+    @override
+    def keep(self, lent: Tensor) -> Tensor:
+        return lent.clone()
+
+    @override
+    def free_receive(self) -> None:
+        assert self._lent is not None
+        free_receive(self._lent)
+        self._lent = None
+
+    @override
+    def presum(self, route: Route, rows_NH: Tensor, d_probs_N: Tensor | None = None) -> Tensor:
+        assert isinstance(route, SymmetricRoute)
+        rows = self._rows(route, rows_NH)
+        if d_probs_N is not None:
+            rows.memory.local(rows.d_probs).copy_(d_probs_N)
+        presum(
+            rows,
+            rows_NH,
+            route.tables.rows_of_MK,
+            route.source_row_N,
+            route.cap,
+            sms=self.all_sms,
+            layer=self.layer,
+        )
+        return rows.memory.local(rows.combine)
+
+    @override
+    def gather(
+        self, route: Route, sums_MH: Tensor, d_probs_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(route, SymmetricRoute)
+        rows = self._rows(route, sums_MH)
+        if sums_MH.data_ptr() != rows.memory.local(rows.combine).data_ptr():
+            raise RuntimeError(
+                "the sums of a pre-sum must reach the gather as they are; something between the "
+                "experts and the combine of an MoE layer copied or changed them"
+            )
+        shape = (route.tokens, route.topk)
+        x_sH = sums_MH.new_empty(route.tokens, sums_MH.shape[1])
+        d_probs_sK = None if d_probs_N is None else torch.empty(shape, device=self.device)
+        gather(
+            rows,
+            route.rank_sK,
+            route.row_sK,
+            x_sH,
+            d_probs_sK,
+            sms=self.row_sms,
+            layer=self.layer,
+        )
+        if d_probs_N is None or d_probs_sK is None:
+            return x_sH, None
+        return x_sH, d_probs_sK.to(d_probs_N.dtype)
+
+    @override
+    def make_slots(self, count: int, shape: SlotShape) -> SlotPool:
+        return self.memory.slots(count, shape)
+
+    @override
+    def push_weights(
+        self,
+        route: Route,
+        wave: int,
+        weights: Mapping[int, Sequence[Tensor]],
+        slots: SlotPool,
+        *,
+        backward: bool = False,
+    ) -> None:
+        assert isinstance(slots, SymmetricSlots)
+        self._duplicates = slots.duplicates
+        first, second = (self._table(f"weights of FC{p + 1}", weights.get(p, ())) for p in (0, 1))
+        # Weights were ready before the dispatch; what the slots held, the flags guard.
+        self.memory.side.wait_event(self._before_dispatch)
+        with torch.cuda.stream(self.memory.side):
+            push.push_weights(
+                _only(slots.duplicates, weights),
+                route.plan.foreign_expert_Rn,
+                (first, second),
+                wave,
+                backward=backward,
+                sms=self.push_sms,
+                layer=self.layer,
+            )
+
+    @override
+    def wait_slots(self, route: Route, wave: int, projection: int, first: int, end: int) -> None:
+        assert self._duplicates is not None
+        push.wait_slots(
+            self._duplicates,
+            route.plan.foreign_expert_Rn,
+            wave,
+            projection,
+            first,
+            end,
+            layer=self.layer,
+        )
+
+    @override
+    def free_slots(self) -> None:
+        assert self._duplicates is not None
+        push.free_slots(self._duplicates)
+
+    @override
+    def wait_pulled(self) -> None:
+        assert self._duplicates is not None
+        pull.wait_pulled(self._duplicates, layer=self.layer)
+
+    @override
+    def pull_gradients(
+        self,
+        route: Route,
+        wave: int,
+        slots: SlotPool,
+        targets: tuple[Sequence[Tensor], Sequence[Tensor]],
+    ) -> None:
+        assert isinstance(slots, SymmetricSlots)
+        pull.grads_ready(slots.duplicates)
+        first, second = (
+            self._table(f"gradients of FC{p + 1}", targets_n) for p, targets_n in enumerate(targets)
+        )
+        self.memory.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.memory.side):
+            pull.pull_gradients(
+                slots.duplicates,
+                route.plan.foreign_expert_Rn,
+                (first, second),
+                targets[0][0].dtype,
+                wave,
+                sms=self.pull_sms,
+                layer=self.layer,
+            )
+
+    @override
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.memory.side)
+
+    def _agreed_max_tokens(self, tokens: int) -> int:
+        """S; without one given, the most tokens of any rank at the first exchange with tokens."""
+        if self.max_tokens is None:
+            everyone: list[int] = [0] * self.size
+            dist.all_gather_object(everyone, tokens, group=self.group)
+            self.max_tokens = max(everyone) or None
+        # Kernels need memory to point to, also when no rank has brought a token yet.
+        return self.max_tokens or 1
+
+    def _exchange(
+        self, memory: CountMemory, counts_CE: Tensor, tokens: int, max_tokens: int
+    ) -> Exchanged:
+        return exchange(
+            memory.memory.peers,
+            counts_CE,
+            tokens=tokens,
+            max_tokens=max_tokens,
+            rank=self.rank,
+            layer=self.layer,
+            counts_offset=memory.counts.offset,
+            flags_offset=memory.flags.offset,
+            control=memory.memory.control,
+            fault=memory.memory.fault,
+            timeout_ns=self.memory.timeout_ns,
+        )
+
+    def _planner(self, topk: int, max_tokens: int) -> Planner:
+        most = self.size * max_tokens * topk
+        if most not in self._planners:
+            self._planners[most] = Planner(
+                self.size,
+                self.num_experts,
+                planner=self._planner_name,
+                slots=self.slots,
+                most_rows=most,
+                device=self.device,
+            )
+        return self._planners[most]
+
+    @cached_property
+    def _shifted(self) -> Tensor:
+        """int32 [4 * P], which boundary stands at each place of `SymmetricRoute.starts`."""
+        last = 2 * self.num_experts // self.size
+        places = -(-(last + 4) // 4) * 4
+        shifted = [[min(place + shift, last) for place in range(places)] for shift in range(4)]
+        return torch.tensor(shifted, dtype=torch.int32, device=self.device).view(-1)
+
+    def _rows(self, route: Route, rows: Tensor) -> RowMemory:
+        shape = RowShape(route.max_tokens, route.topk, rows.shape[1], rows.dtype)
+        return self.memory.rows(shape)
+
+    def _compare_hashes(self, plan: Plan) -> None:
+        hashes: list[Any] = [None] * self.size
+        dist.all_gather_object(hashes, plan_hash(plan), group=self.group)
+        if len(set(hashes)) > 1:
+            raise RuntimeError(f"expert-parallel ranks derived different plans, hashes {hashes}")
+
+    def _table(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        """int64 [n] on the device, where tensors begin; kept while they stay where they are."""
+        pointers = tuple(tensor.data_ptr() for tensor in tensors) or (0,)
+        kept = self._addresses.get(name)
+        if kept is None or kept[0] != pointers:
+            kept = (pointers, _device_table(pointers, self.device))
+            self._addresses[name] = kept
+        return kept[1]
+
+
+def _device_table(pointers: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [n] on the device, without waiting for it."""
+    first, count = pointers[0], len(pointers)
+    step = pointers[1] - first if count > 1 else 1
+    if all(p == first + i * step for i, p in enumerate(pointers)) and step:
+        return torch.arange(first, first + count * step, step, dtype=torch.int64, device=device)
+    on_host = torch.tensor(pointers, dtype=torch.int64).pin_memory()
+    return on_host.to(device, non_blocking=True)
+
+
+def _plan(made: DevicePlan) -> Plan:
+    return Plan(
+        rows_RE=made.rows_RE,
+        cap_R=made.cap_R,
+        foreign_expert_Rn=made.foreign_expert_Rn,
+        group_expert_RG=made.group_expert_RG,
+        group_start_RG1=made.group_start_RG1,
+        rule_1=made.rule,
+    )
+
+
+def _only(duplicates: Duplicates, projections: Iterable[int]) -> Duplicates:
+    """The same slots, of which a push sees the given projections and no bytes of the others."""
+    chosen = set(projections)
+    if chosen == {0, 1}:
+        return duplicates
+    first, second = (
+        region if p in chosen else Region(region.offset, (region.shape[0], 0, 0), region.dtype)
+        for p, region in enumerate(duplicates.weights)
+    )
+    return replace(duplicates, weights=(first, second))
+
+
+class _Compact(torch.autograd.Function):
+    """Routing map to ids and probabilities in one kernel, which counts the ids as well."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, routing_map: Tensor, probs: Tensor, topk: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ids, chosen, places, counts = compact(routing_map, probs.contiguous(), topk)
+        ctx.mark_non_differentiable(ids, places, counts)
+        ctx.save_for_backward(ids)
+        ctx.like = probs.shape, probs.dtype
+        return ids, chosen, places, counts
+
+    @staticmethod
+    def backward(
+        ctx: Any, _ids: Tensor, d_chosen: Tensor, _places: Tensor, _counts: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        (tokens, experts), dtype = ctx.like
+        # Entries without an expert add 0 to column 0; a token has an expert only once.
+        d_chosen = torch.where(ids >= 0, d_chosen, 0).to(dtype)
+        d_probs = d_chosen.new_zeros(tokens, experts)
+        return None, d_probs.scatter_add_(1, ids.clamp(min=0).long(), d_chosen), None
