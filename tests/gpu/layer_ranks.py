@@ -36,8 +36,10 @@ from torch import Tensor, nn
 GPU = torch.cuda.is_available()
 BACKEND = "symmetric" if GPU else "collective"
 # A first pass compiles kernels, on each rank for itself: the others wait for it on the device.
-WAIT_S = 90.0
-CALL_S = 150.0
+WAIT_S = 120.0
+CALL_S = 240.0
+# Loading torch and Megatron, all ranks at once.
+START_S = 240.0
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
@@ -55,6 +57,7 @@ class Ranks:
         self.size, self.environment = size, environment
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
+        self.ready = False
         self._folder = tempfile.TemporaryDirectory(prefix="layer_ranks")
         context = mp.get_context("spawn")
         with _environment(ENVIRONMENT | environment):
@@ -81,8 +84,18 @@ class Ranks:
         Raises:
             RankError: for the first rank that raised, died, or gave no answer in ``timeout``.
         """
+        self.wait_until_ready()
         for pipe in self.pipes:
             pipe.send((layout or Layout(ep=self.size, expert_tp=1), function, args))
+        return self._answers(timeout)
+
+    def wait_until_ready(self) -> None:
+        """All modules are loaded; nothing has touched the GPU yet."""
+        if not self.ready:
+            self._answers(START_S)
+            self.ready = True
+
+    def _answers(self, timeout: float) -> list[Any]:
         try:
             return _collect(self.pipes, timeout, failures=False)
         except BaseException:
@@ -133,6 +146,7 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str) -> None:
     # A rank dies with the session, and leads a process group, so that its helpers go with it.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setsid()
+    pipe.send_bytes(pickle.dumps("ready"))
     current: Layout | None = None
     while True:
         try:
@@ -250,7 +264,8 @@ def check(
             answers = {d: some.call(run_poisoned, case, d, layout=layout) for d in dispatchers}
             compare(case, answers)
         except AssertionError as error:
-            wrong.append(f"{case.name}: {error}")
+            text = str(error)
+            wrong.append(text if case.name in text else f"{case.name}: {text}")
             if isinstance(error, RankError):
                 break
     assert not wrong, f"{len(wrong)} of {len(cases)} cases:\n" + "\n".join(wrong)

@@ -14,6 +14,8 @@ from layer_ranks import StaticPass, layer_case, ranks
 from reference import error
 from torch import Tensor
 
+pytestmark = pytest.mark.timeout(900)  # a first run compiles every kernel
+
 SKEWS = ("uniform", "hot_expert", "hot_rank", "last_rank", "two_thirds_idle", "zipf", "balanced")
 REPLAYS = 100
 # Replayed without a word to the host in between, then compared, and so on.

@@ -21,13 +21,25 @@ from reference import Expert, error
 from test_gradients import DISTRIBUTED, OVERLAP, RECOMPUTE, _train
 from torch import Tensor
 
+# A first run compiles every kernel; compiled, the whole file takes a minute or two.
+pytestmark = pytest.mark.timeout(900)
+
+SIZES = (1, 2, 4, 8)
 SKEWS = ("hot_expert", "hot_rank", "last_rank", "two_thirds_idle", "uniform", "zipf")
 FORMS = ("sequential", "grouped", "single")
 # The collective backend, in whose place these tests can be tried on CPUs, does not know it.
 REDISPATCH = (("redispatch", True),) if GPU else ()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.fixture(scope="module", autouse=True)
+def _all_ranks(request: pytest.FixtureRequest) -> None:
+    """Start the ranks of all sizes together: loading takes longer than most tests."""
+    if request.session.testscollected > 10:
+        for size in SIZES:
+            ranks(size)
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_every_skew(size: int) -> None:
     """Two microbatches in flight, of different skews, in every form of weights."""
     check(
@@ -314,7 +326,11 @@ def _two_layers(case: Case, nested: bool) -> list[SimpleNamespace]:
 
 def test_expandable_segments() -> None:
     """The allocator's other way to reserve memory, whose addresses cannot be exported as before."""
-    check(
-        [layer_case("expandable", 2, routing=("hot_rank", "zipf"), grads="fused", form="grouped")],
-        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
-    )
+    option = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    routing = ("hot_rank", "zipf")
+    check([layer_case("", 2, routing=routing, grads="fused", form="grouped")], **option)
+    assert all(ranks(2, **option).call(_has_expandable_segments)) or not GPU
+
+
+def _has_expandable_segments() -> bool:
+    return GPU and any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())

@@ -10,6 +10,8 @@ from layer_ranks import StaticPass, layer_case, ranks
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+pytestmark = pytest.mark.timeout(900)  # a first run compiles every kernel
+
 SKEWS = ("uniform", "hot_expert", "hot_rank", "last_rank", "two_thirds_idle", "zipf", "balanced")
 PASSES = 20
 MARK = "passes under test"
