@@ -272,10 +272,12 @@ class SymmetricBackend(Backend):
     ) -> None:
         assert isinstance(slots, SymmetricSlots)
         self._duplicates = slots.duplicates
-        first, second = (self._table(f"weights of FC{p + 1}", weights.get(p, ())) for p in (0, 1))
         # Weights were ready before the dispatch; what the slots held, the flags guard.
         self.memory.side.wait_event(self._before_dispatch)
         with torch.cuda.stream(self.memory.side):
+            first, second = (
+                self._table(f"weights of FC{p + 1}", weights.get(p, ())) for p in (0, 1)
+            )
             push.push_weights(
                 _only(slots.duplicates, weights),
                 route.plan.foreign_expert_Rn,
@@ -319,11 +321,12 @@ class SymmetricBackend(Backend):
     ) -> None:
         assert isinstance(slots, SymmetricSlots)
         pull.grads_ready(slots.duplicates)
-        first, second = (
-            self._table(f"gradients of FC{p + 1}", targets_n) for p, targets_n in enumerate(targets)
-        )
         self.memory.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.memory.side):
+            first, second = (
+                self._table(f"gradients of FC{p + 1}", targets_n)
+                for p, targets_n in enumerate(targets)
+            )
             pull.pull_gradients(
                 slots.duplicates,
                 route.plan.foreign_expert_Rn,
@@ -396,7 +399,10 @@ class SymmetricBackend(Backend):
             raise RuntimeError(f"expert-parallel ranks derived different plans, hashes {hashes}")
 
     def _table(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """int64 [n] on the device, where tensors begin; kept while they stay where they are."""
+        """int64 [n] on the device, where tensors begin; kept while they stay where they are.
+
+        For the current stream, which makes and reads it.
+        """
         pointers = tuple(tensor.data_ptr() for tensor in tensors) or (0,)
         kept = self._addresses.get(name)
         if kept is None or kept[0] != pointers:
