@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moonep_megatron.backends import faults
 from moonep_megatron.backends.memory import Region, Regions, SymmetricMemory, part_of
@@ -60,16 +61,26 @@ class Tables:
     """Copies of what a dispatch leaves beside its rows on this rank, kept by the route of a pass.
 
     Attributes:
-        rows_of_MK, source_row_N, probs_N: as in `RowMemory`.
+        rows_of_MK, source_row_N: as in `RowMemory`.
     """
 
     def __init__(self, topk: int, max_tokens: int, ranks: int, device: torch.device) -> None:
         regions = Regions()
         parts = _table_regions(regions, RowShape(max_tokens, topk, 0, torch.float32), ranks)
         self._memory = torch.empty(regions.nbytes, dtype=torch.uint8, device=device)
-        self.rows_of_MK, self.source_row_N, self.probs_N = (
-            part_of(self._memory, part.offset, part.shape, part.dtype) for part in parts
-        )
+        self.rows_of_MK, self.source_row_N = (self._part(region) for region in parts[:2])
+        self._probs = parts[2]
+
+    def probs_N(self) -> Tensor:
+        """The probabilities, as in `RowMemory`: a new tensor each time over the same memory.
+
+        Autograd gives the tensor a history, which keeps the route of the pass: the route must not
+        in turn keep the tensor.
+        """
+        return self._part(self._probs)
+
+    def _part(self, region: Region) -> Tensor:
+        return part_of(self._memory, region.offset, region.shape, region.dtype)
 
     def take(self, rows: RowMemory) -> None:
         """Copy what the last dispatch with probabilities left; one copy, no wait."""

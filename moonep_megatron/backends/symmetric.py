@@ -129,6 +129,7 @@ class SymmetricBackend(Backend):
         self.all_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._planner_name = planner
         self._planners: dict[int, Planner] = {}
+        self._nowhere = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._addresses: dict[Any, tuple[tuple[int, ...], Tensor]] = {}
         self._lent: RowMemory | None = None
         self._duplicates: Duplicates | None = None
@@ -200,7 +201,7 @@ class SymmetricBackend(Backend):
         if probs_sK is None:
             return receive_MH, None
         route.tables.take(rows)
-        return receive_MH, route.tables.probs_N.to(probs_sK.dtype)
+        return receive_MH, route.tables.probs_N().to(probs_sK.dtype)
 
     @override
     def keep(self, lent: Tensor) -> Tensor:
@@ -401,9 +402,12 @@ class SymmetricBackend(Backend):
     def _table(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         """int64 [n] on the device, where tensors begin; kept while they stay where they are.
 
-        For the current stream, which makes and reads it.
+        For the current stream, which makes and reads it. A captured graph goes on reading a kept
+        table, so only tensors that moved may replace it.
         """
-        pointers = tuple(tensor.data_ptr() for tensor in tensors) or (0,)
+        if not tensors:
+            return self._nowhere
+        pointers = tuple(tensor.data_ptr() for tensor in tensors)
         kept = self._addresses.get(name)
         if kept is None or kept[0] != pointers:
             kept = (pointers, _device_table(pointers, self.device))
