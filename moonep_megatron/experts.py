@@ -18,14 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moonep_megatron import gemm
+from moonep_megatron.activation import Activation
 from moonep_megatron.backends.base import Backend, Bounds, Route
 from moonep_megatron.slots import SlotPool
 from moonep_megatron.weights import HomeWeights, Projection, Run
 
-Activation = Callable[[Tensor], Tensor]
 FC1, FC2 = 0, 1
 
 
@@ -34,7 +35,6 @@ class ExpertCall:
     """What one pass of the experts needs beside its tensors.
 
     Attributes:
-        activation: [rows, F1] -> [rows, F], elementwise along the rows.
         fused: add weight gradients into ``main_grad`` in backward, as
             ``gradient_accumulation_fusion`` says, instead of returning them.
         on_host: read the row boundaries on the host, for products that need them there.
@@ -101,10 +101,9 @@ class _ExpertMLP(torch.autograd.Function):
         ctx: Any, call: ExpertCall, receive_MH: Tensor, probs_N: Tensor, *parameters: Tensor
     ) -> Tensor:
         del parameters  # inputs only so that autograd asks for their gradients
-        rows, f1, (h, f) = probs_N.shape[0], call.slots.fc1.shape[1], call.slots.fc2.shape[1:]
-        pre_NF1 = receive_MH.new_empty(rows, f1)
-        act_NF = receive_MH.new_empty(rows, f)
-        out_NH = receive_MH.new_empty(rows, h)
+        rows = probs_N.shape[0]
+        pre_NF1 = receive_MH.new_empty(rows, call.slots.fc1.shape[1])
+        out_NH = receive_MH.new_empty(rows, call.slots.fc2.shape[1])
         index = call.route.source_row_N
         _push_all(call, backward=False)
         for weights, bounds in _launches(call, FC1):
@@ -115,7 +114,7 @@ class _ExpertMLP(torch.autograd.Function):
             ctx.save_for_backward(kept, probs_N, pre_NF1)
         call.backend.free_receive()
         a = call.computed_rows(rows)
-        act_NF[:a] = _weighted(call.activation, pre_NF1[:a], probs_N[:a])
+        act_NF = call.activation.forward(pre_NF1[:a], probs_N[:a])
         for weights, bounds in _launches(call, FC2):
             gemm.rows_times_weights(act_NF, weights, out_NH, bounds, None)
         _free_all(call)
@@ -153,11 +152,8 @@ class _Backward:
         self.receive_MH, self.d_sums_MH = receive_MH, d_sums
         self.probs_N, self.pre_NF1 = probs_N, pre_NF1
         rows, f = probs_N.shape[0], call.slots.fc2.shape[2]
-        self.act_NF = receive_MH.new_empty(rows, f)
         self.d_act_NF = receive_MH.new_empty(rows, f)
-        self.d_pre_NF1 = torch.empty_like(pre_NF1)
         self.d_x_NH = receive_MH.new_empty(rows, d_sums.shape[1])
-        self.d_probs_N = torch.zeros_like(probs_N)
 
     def run(self, fc1: HomeGradient, fc2: HomeGradient) -> None:
         """All of it. Pulls and home weight gradients never add to one parameter together."""
@@ -180,14 +176,10 @@ class _Backward:
     def _activation(self) -> None:
         """Gradients of activation and probability, and the activation, which was not kept."""
         a = self.call.computed_rows(self.probs_N.shape[0])
-        with torch.enable_grad():
-            pre = self.pre_NF1[:a].detach().requires_grad_()
-            probs = self.probs_N[:a].detach().requires_grad_()
-            act = _weighted(self.call.activation, pre, probs)
-        self.d_pre_NF1[:a], self.d_probs_N[:a] = torch.autograd.grad(
-            act, (pre, probs), self.d_act_NF[:a]
+        self.act_NF, self.d_pre_NF1, d_probs = self.call.activation.backward(
+            self.pre_NF1[:a], self.probs_N[:a], self.d_act_NF[:a]
         )
-        self.act_NF[:a] = act.detach()
+        self.d_probs_N = F.pad(d_probs, (0, self.probs_N.shape[0] - a))
 
     def _home_weights(self, projection: int, gradient: HomeGradient) -> None:
         for run in self.call.home.runs():
@@ -267,11 +259,6 @@ def _push(call: ExpertCall, wave: int, projections: tuple[int, ...], *, backward
     homes = (call.home.fc1, call.home.fc2)
     weights = {p: homes[p].weights() for p in projections}
     call.backend.push_weights(call.route, wave, weights, call.slots, backward=backward)
-
-
-def _weighted(activation: Activation, pre: Tensor, probs: Tensor) -> Tensor:
-    """Activation times router probability, rounded once to the rows' dtype, as Megatron does."""
-    return (activation(pre) * probs.unsqueeze(-1)).to(pre.dtype)
 
 
 class HomeGradient:

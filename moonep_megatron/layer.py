@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ from torch import Tensor
 
 from moonep_megatron import config as moonep_config
 from moonep_megatron import metrics, quack_gemm
+from moonep_megatron.activation import activation
 from moonep_megatron.backends import log_once, make_backend
 from moonep_megatron.dispatcher import MoonEPTokenDispatcher, recomputing
-from moonep_megatron.experts import Activation, ExpertCall, run_experts
+from moonep_megatron.experts import ExpertCall, run_experts
 from moonep_megatron.forced import forced_gating
 from moonep_megatron.plan import plan_hash
 from moonep_megatron.slots import SlotPool, SlotShape, slot_pool
@@ -58,9 +58,17 @@ class MoonEPMoELayer(MoELayer):
         self.token_dispatcher = MoonEPTokenDispatcher(
             config,
             groups,
-            backend=make_backend(self.moonep, self.ep_group, config.num_moe_experts),
+            backend=make_backend(
+                self.moonep,
+                self.ep_group,
+                config.num_moe_experts,
+                topk=config.moe_router_topk,
+                hidden=config.moe_latent_size or config.hidden_size,
+                ffn=config.moe_ffn_hidden_size,
+                dtype=config.params_dtype,
+            ),
         )
-        self.activation = activation(config)
+        self.activation = activation(config, fuse=torch.cuda.is_available())
         self.probs_on_input: bool = config.moe_apply_probs_on_input
         self.router_histogram: Tensor | None = None
         # The rows of the pass between dispatch and experts, for --moe-moonep-redispatch.
@@ -164,23 +172,6 @@ def _products_on_host(slots: SlotPool) -> bool:
             "are used instead, and every layer waits for its row boundaries on the host"
         )
     return reason is not None
-
-
-def activation(config: Any) -> Activation:
-    """The activation [rows, F1] -> [rows, F] that the config names, as in Megatron's MLP."""
-    function: Callable[[Tensor], Tensor] = config.activation_func
-    if not config.gated_linear_unit:
-        return function
-    clamp: float | None = config.activation_func_clamp_value
-    offset: float = config.glu_linear_offset
-
-    def gated(pre: Tensor) -> Tensor:
-        gate, linear = pre.chunk(2, dim=-1)
-        if clamp is not None:
-            gate, linear = gate.clamp(max=clamp), linear.clamp(min=-clamp, max=clamp)
-        return function(gate) * (linear + offset)
-
-    return gated
 
 
 def _default_groups() -> Any:

@@ -16,23 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from moonep_megatron import gemm
-from moonep_megatron.experts import Activation
-
-# The very function of moonep's experts, or the ideal would not be theirs.
-from moonep_megatron.experts import _weighted as activate
+from moonep_megatron.activation import Activation
 
 Bounds = Sequence[int] | Tensor
-
-
-def activate_backward(
-    activation: Activation, pre: Tensor, probs: Tensor, d_act: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The activation again, and the gradients of ``pre`` and ``probs``."""
-    with torch.enable_grad():
-        pre, probs = pre.detach().requires_grad_(), probs.detach().requires_grad_()
-        act = activate(activation, pre, probs)
-    d_pre, d_probs = torch.autograd.grad(act, (pre, probs), d_act)
-    return act.detach(), d_pre, d_probs
 
 
 class GroupedMLP(nn.Module):
@@ -81,7 +67,7 @@ class _GroupedMLP(torch.autograd.Function):
         fc1, fc2 = mlp.weights
         pre = rows_NH.new_empty(rows_NH.shape[0], fc1.shape[1])
         gemm.rows_times_weights(rows_NH, fc1, pre, bounds, None)
-        act = activate(mlp.activation, pre, probs_N)
+        act = mlp.activation.forward(pre, probs_N)
         out = torch.empty_like(rows_NH)
         gemm.rows_times_weights(act, fc2, out, bounds, None)
         ctx.mlp, ctx.bounds = mlp, bounds
@@ -95,7 +81,7 @@ class _GroupedMLP(torch.autograd.Function):
         bounds, d_out = ctx.bounds, d_out.contiguous()
         d_act = d_out.new_empty(d_out.shape[0], fc2.shape[2])
         gemm.rows_times_weights(d_out, fc2.mT, d_act, bounds, None)
-        act, d_pre, d_probs = activate_backward(ctx.mlp.activation, pre, probs, d_act)
+        act, d_pre, d_probs = ctx.mlp.activation.backward(pre, probs, d_act)
         gemm.add_weight_gradients(d_out, act, grad2, bounds, accumulate=True)
         d_rows = torch.empty_like(rows)
         gemm.rows_times_weights(d_pre, fc1.mT, d_rows, bounds, None)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from layer_bench.mlp import GroupedMLP, row_bounds
 from layer_bench.options import IDEAL, Options, Shape, Variant, importable
 from moonep_megatron import MoonEPConfig, enable
-from moonep_megatron.layer import activation
+from moonep_megatron.activation import activation
 
 
 class ForcedRouter(nn.Module):
@@ -169,7 +169,13 @@ class Layer:
         self, num_local_experts: int, config: TransformerConfig, **_: Any
     ) -> GroupedMLP:
         width, ffn = self.shape.width, self.shape.ffn
-        return GroupedMLP(num_local_experts, width, ffn, activation(config), self.device)
+        return GroupedMLP(
+            num_local_experts,
+            width,
+            ffn,
+            activation(config, fuse=self.device.type == "cuda"),
+            self.device,
+        )
 
     def _wrap(self, config: TransformerConfig) -> nn.Module:
         """DDP, for ``main_grad``; our experts have theirs."""
