@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import override
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from moonep_megatron.backends import faults
 from moonep_megatron.backends.base import Backend, Choices, Route, first_entry, receive_rows
 from moonep_megatron.plan import Plan, destinations, make_plan, plan_hash
 from moonep_megatron.slots import SlotPool
@@ -228,23 +230,14 @@ class CollectiveBackend(Backend):
         return everyone[:, : self.num_experts].int()
 
     def _refuse_bad_input(self, headers: list[list[int]], topk: int) -> None:
+        words = partial(faults.bad_input, num_experts=self.num_experts, topk=topk)
         for rank, (bad, excess, tokens) in enumerate(headers):
             if bad:
-                raise ValueError(
-                    f"expert-parallel rank {rank} routed {bad} choices to expert ids outside "
-                    f"-1..{self.num_experts - 1}; check the router's output"
-                )
+                raise ValueError(words(faults.BAD_IDS, rank, bad, 0))
             if excess:
-                raise ValueError(
-                    f"expert-parallel rank {rank} routed {excess} choices more than "
-                    f"--moe-router-topk {topk} allows for their tokens; check the routing map"
-                )
+                raise ValueError(words(faults.EXCESS_CHOICES, rank, excess, 0))
             if self.max_tokens is not None and tokens > self.max_tokens:
-                raise ValueError(
-                    f"expert-parallel rank {rank} brought {tokens} tokens, more than "
-                    f"--moe-moonep-max-tokens {self.max_tokens}; raise it to the largest "
-                    "sequence length * micro batch size / (TP * CP) of the run"
-                )
+                raise ValueError(words(faults.TOO_MANY_TOKENS, rank, tokens, self.max_tokens))
 
     def _compare_hashes(self, plan: Plan, device: torch.device) -> None:
         mine = torch.tensor([plan_hash(plan)], dtype=torch.int64, device=device)
