@@ -46,8 +46,8 @@ def test_swiglu(fuse: bool, dtype: torch.dtype) -> None:
     chosen = activation(config(params_dtype=dtype), fuse=fuse)
     found = chosen.backward(pre, probs, d_act)
     assert torch.equal(chosen.forward(pre, probs), found[0])
-    # Eager rounds between its operators, the compiled form does not.
-    bound = torch.finfo(dtype).eps * (1 if fuse else 4)
+    # Eager rounds bf16 between its operators; the compiled form computes in fp32.
+    bound = torch.finfo(dtype).eps * (1 if fuse and dtype == torch.bfloat16 else 4)
     for value, right in zip(found, exact(pre, probs, d_act), strict=True):
         assert (value.double() - right).norm() <= bound * right.norm()
     assert [value.dtype for value in found] == [dtype, dtype, torch.float32]
