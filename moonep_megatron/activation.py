@@ -65,7 +65,8 @@ class FusedSwiGLU:
 @torch.compile
 def _swiglu(pre: Tensor, probs: Tensor) -> Tensor:
     gate, linear = pre.float().chunk(2, dim=-1)
-    return (F.silu(gate) * linear * probs.unsqueeze(-1)).to(pre.dtype)
+    # As in the backward pass, so that its result is the same again.
+    return (gate * torch.sigmoid(gate) * linear * probs.unsqueeze(-1)).to(pre.dtype)
 
 
 @torch.compile
