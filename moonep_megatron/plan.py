@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from moonep_megatron.rules import PLANNERS, RULES, Piece, solve
+from moonep_megatron.rules import PLANNERS, RULES, SEARCH, solve
+from moonep_megatron.transfers import Piece
 
 __all__ = ["PLANNERS", "Plan", "destinations", "make_plan", "plan_hash"]
 
@@ -46,7 +47,7 @@ class Plan:
     @property
     def rule(self) -> str:
         """Name of the rule that made this plan; waits for the device."""
-        return tuple(RULES)[int(self.rule_1)]
+        return RULES[int(self.rule_1)]
 
     @property
     def received_R(self) -> Tensor:
@@ -94,7 +95,7 @@ def make_plan(
 
     Args:
         counts_RE: int32 or int64 [R, E], T[r,e] >= 0.
-        planner: one of ``PLANNERS``.
+        planner: one of ``PLANNERS``, or ``search``, which no kernel has.
         slots: duplicates a rank can hold at a time, 1..n (default n). Any value gives an exact
             plan; it changes only what ``best`` prefers.
         home_order_Rn: integers [R, n], the home experts of each rank in the order of their row
@@ -110,7 +111,7 @@ def make_plan(
     ranks, homes = _check_counts(counts_RE)
     slots = homes if slots is None else slots
     _check_slots(slots, homes)
-    if planner not in PLANNERS:
+    if planner not in (*PLANNERS, SEARCH):
         raise ValueError(f"planner {planner!r} is unknown: use one of {', '.join(PLANNERS)}")
     home_Rn = _home_order(home_order_Rn, ranks, homes)
     total_Rn = counts_RE.sum(0, dtype=torch.int64).view(ranks, homes)
@@ -127,7 +128,7 @@ def make_plan(
         foreign_expert_Rn=foreign_Rn.to(device, torch.int32),
         group_expert_RG=group_RG.to(device, torch.int32),
         group_start_RG1=start_RG1.to(device, torch.int32),
-        rule_1=torch.tensor([tuple(RULES).index(rule)], dtype=torch.int32, device=device),
+        rule_1=torch.tensor([RULES.index(rule)], dtype=torch.int32, device=device),
     )
 
 

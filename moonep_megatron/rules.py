@@ -16,65 +16,14 @@ the foreign experts of a rank at or below n:
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+
+from moonep_megatron.transfers import Loads, Piece, Transfer, cost, pieces, take
+from moonep_megatron.trees import trees
 
 EXACT_CHAIN_RANKS = 8
 
 
-class Transfer(NamedTuple):
-    """``rows`` rows of the donor's own experts move to the receiver."""
-
-    donor: int
-    receiver: int
-    rows: int
-
-
-class Piece(NamedTuple):
-    """``rows`` rows of the donor's home expert number ``expert`` (0..n-1) move to ``rank``."""
-
-    rank: int
-    donor: int
-    expert: int
-    rows: int
-
-
-Loads = Sequence[Sequence[int]]
 Rule = Callable[[Loads, Sequence[int]], list[Transfer] | None]
-
-
-def take(home: list[int], rows: int) -> list[tuple[int, int]]:
-    """Remove ``rows`` rows from ``home`` in place, largest remaining expert first (ties: lowest).
-
-    Returns (expert, rows) for every expert touched. Largest first touches the fewest experts.
-    """
-    taken = []
-    for expert in sorted(range(len(home)), key=lambda e: -home[e]):
-        if rows == 0:
-            break
-        part = min(home[expert], rows)
-        home[expert] -= part
-        rows -= part
-        taken.append((expert, part))
-    return taken
-
-
-def pieces(homes: Loads, transfers: Sequence[Transfer]) -> list[Piece]:
-    """Say which experts the rows of each transfer belong to; transfers are served in order."""
-    left = [list(home) for home in homes]
-    return [
-        Piece(receiver, donor, expert, part)
-        for donor, receiver, rows in transfers
-        for expert, part in take(left[donor], rows)
-    ]
-
-
-def cost(ranks: int, parts: Sequence[Piece], slots: int) -> tuple[int, int, int]:
-    """(waves, D, U): rounds of ``slots`` duplicates, most that a rank sends or receives, all."""
-    sent, received = [0] * ranks, [0] * ranks
-    for part in parts:
-        sent[part.donor] += 1
-        received[part.rank] += 1
-    return -(-max(received) // slots), max(*sent, *received), len(parts)
 
 
 def _fill(surplus: list[int]) -> Transfer:
@@ -148,8 +97,16 @@ def peel(homes: Loads, caps: Sequence[int]) -> list[Transfer]:
     return transfers
 
 
-RULES: dict[str, Rule] = {"pairs": pairs, "chain": chain, "peel": peel}
-PLANNERS = ("best", *RULES)
+_SINGLE: dict[str, Rule] = {"pairs": pairs, "chain": chain, "peel": peel}
+
+RULES = (*_SINGLE, "trees")
+"""All rules; a plan names its own by the place here."""
+
+PLANNERS = ("best", *_SINGLE)
+"""Planners of both backends."""
+
+SEARCH = "search"
+"""Planner that also tries `trees`: of the reference only, for simulations and benchmarks."""
 
 
 def solve(
@@ -157,17 +114,25 @@ def solve(
 ) -> tuple[str, list[Piece]]:
     """Run ``planner`` and return the name of the rule used with its pieces.
 
-    ``best`` takes the lowest (waves, D, U), ties to the first of ``RULES``. A single rule that
-    finds nothing (only ``chain`` can) gives way to ``pairs``, and the name returned says so.
+    ``best`` and ``search`` take the lowest (waves, D, U), ties to the first of ``RULES``. A single
+    rule that finds nothing (only ``chain`` can) gives way to ``pairs``, and the name returned says
+    so.
     """
+
+    def price(one: tuple[str, list[Piece]]) -> tuple[int, int, int]:
+        return cost(len(caps), one[1], slots)
+
     found = []
-    for name in RULES if planner == "best" else (planner,):
-        transfers = RULES[name](homes, caps)
+    for name in (planner,) if planner in _SINGLE else _SINGLE:
+        transfers = _SINGLE[name](homes, caps)
         if transfers is not None:
             found.append((name, pieces(homes, transfers)))
     if not found:
         found.append(("pairs", pieces(homes, pairs(homes, caps))))
-    return min(found, key=lambda one: cost(len(caps), one[1], slots))
+    if planner == SEARCH:
+        busiest = min(price(one)[1] for one in found)
+        found += [("trees", pieces(homes, tree)) for tree in trees(homes, caps, busiest)]
+    return min(found, key=price)
 
 
 class _Flow:

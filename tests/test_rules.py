@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from routings import LOADS, check_plan, lenient, random_counts, routings
 
 from moonep_megatron.plan import PLANNERS, make_plan, plan_hash
+from moonep_megatron.rules import peel
+from moonep_megatron.transfers import cost, pieces
+from moonep_megatron.trees import KEYS, trees
 
 ROOT = Path(__file__).parents[1]
 ROUTING = ROOT.parent / "shared" / "routing"
@@ -123,6 +126,67 @@ def test_chain_without_an_admissible_row_uses_pairs() -> None:
     chain, pairs = (make_plan(counts, planner=rule) for rule in ("chain", "pairs"))
     assert chain.rule == "pairs" and plan_hash(chain) == plan_hash(pairs)
     check_plan(make_plan(counts, planner="peel"), counts)
+
+
+# Trees ------------------------------------------------------------------------------------------
+
+
+@settings(lenient, max_examples=100)
+@given(counts=routings(), slots=st.integers(1, 4))
+@example(counts=random_counts("hot half", 64, 1024, 65536, 0), slots=1)
+@example(counts=random_counts("one expert", 64, 64, 65536, 0), slots=1)
+def test_search_is_never_worse_than_best(counts: torch.Tensor, slots: int) -> None:
+    slots = min(slots, counts.shape[1] // counts.shape[0])
+    best, search = (make_plan(counts, planner=one, slots=slots) for one in ("best", "search"))
+    check_plan(search, counts)
+    costs = [(plan.waves(slots), plan.busiest, plan.duplicates) for plan in (search, best)]
+    assert costs[0] <= costs[1]
+    assert search.rule == "trees" or plan_hash(search) == plan_hash(best)
+
+
+@settings(lenient, max_examples=150)
+@given(
+    ranks=st.integers(1, 40),
+    homes=st.integers(1, 8),
+    load=st.sampled_from(LOADS),
+    rows=st.sampled_from([4, 30, 1000, 65536]),
+    most=st.integers(0, 12),
+    seed=st.integers(0, 9999),
+)
+def test_trees_move_what_they_say(
+    ranks: int, homes: int, load: str, rows: int, most: int, seed: int
+) -> None:
+    """Carried out one transfer after the other: exact, within one limit, the giver's own rows."""
+    counts = random_counts(load, ranks, ranks * homes, rows, seed).sum(0)
+    own = counts.view(ranks, homes).tolist()
+    caps = [len(range(d, int(counts.sum()), ranks)) for d in range(ranks)]
+    found = trees(own, caps, most)
+    assert len(found) <= len(KEYS)
+    for tree in found:
+        left, taken = [list(home) for home in own], [0] * ranks
+        sent, received = [0] * ranks, [0] * ranks
+        for donor, receiver, rows_moved in tree:
+            assert rows_moved > 0 and taken[receiver] == 0, "a rank receives at most once"
+            taken[receiver] = todo = rows_moved
+            while todo:
+                expert = max(range(homes), key=left[donor].__getitem__)
+                part = min(todo, left[donor][expert])
+                assert part, "the giver has the rows"
+                left[donor][expert] -= part
+                todo -= part
+                sent[donor] += 1
+                received[receiver] += 1
+        assert [sum(h) + t for h, t in zip(left, taken, strict=True)] == caps
+        assert max(*sent, *received) <= most
+
+
+def test_trees_give_a_hot_rank_receivers_of_the_right_size() -> None:
+    """Cap 8: rank 0 has one expert of 24 rows; the others lack 4, in pairs they lack 8."""
+    homes = [[24, 0], *[[4, 0]] * 4]
+    caps = [8] * 5
+    assert cost(5, pieces(homes, peel(homes, caps)), 2)[1] == 3
+    (first, *_) = trees(homes, caps, 4)
+    assert cost(5, pieces(homes, first), 2)[1] == 2
 
 
 # Recorded routing -----------------------------------------------------------------------------
