@@ -63,11 +63,16 @@ def absorbing(step: Step) -> tuple[int, ...]:
 
 
 def thrifty(step: Step) -> tuple[int, ...]:
-    """Few experts, and as `absorbing` among equals. Relays only where nothing else is possible."""
-    return step.experts, step.gives, -step.size
+    """Steps of one expert, then of two, then all others; relays only where all else fails."""
+    return min(max(step.experts, 1), 3), step.gives, -step.size
 
 
-KEYS: tuple[Key, ...] = (largest, absorbing, thrifty)
+def smallest(step: Step) -> tuple[int, ...]:
+    """As `absorbing`, but what is easiest to place goes first, while the flow is still small."""
+    return step.gives, step.size
+
+
+KEYS: tuple[Key, ...] = (largest, absorbing, thrifty, smallest)
 
 
 def trees(homes: Loads, caps: Sequence[int], most: int) -> list[list[Transfer]]:
@@ -82,8 +87,10 @@ def trees(homes: Loads, caps: Sequence[int], most: int) -> list[list[Transfer]]:
     surplus = [sum(home) - cap for home, cap in zip(homes, caps, strict=True)]
     least = least_limit(prefix, surplus, caps)
     for limit in range(least, min(most, least + LIMITS - 1) + 1):
-        ranks = _Ranks(prefix, surplus, caps, limit)
-        found = [tree for key in KEYS if (tree := _grow(ranks, key)) is not None]
+        ranks = _Ranks(prefix, surplus, caps, max(caps), limit)
+        # At the highest limit there is only something to save in all.
+        keys = (thrifty,) if limit == most else KEYS
+        found = [tree for key in keys if (tree := _grow(ranks, key)) is not None]
         if found:
             return found
     return []
@@ -105,12 +112,14 @@ class _Ranks(NamedTuple):
     """[R][n+1] rows of the k largest experts of a rank."""
     surplus: Sequence[int]
     caps: Sequence[int]
+    cap: int
+    """The largest of ``caps``."""
     limit: int
 
     def passable(self, rank: int) -> int:
         """The most rows that a rank can give away."""
         sums = self.prefix[rank]
-        return min(sums[min(self.limit, len(sums) - 1)], self.limit * max(self.caps))
+        return min(sums[min(self.limit, len(sums) - 1)], self.limit * self.cap)
 
 
 class _Giver:
@@ -194,13 +203,12 @@ def _passes(
 
 
 def _fills(ranks: _Ranks, giver: _Giver, left: Sequence[int]) -> list[Step]:
-    cap = max(ranks.caps)
     steps = []
     for d in left:
         room = -ranks.surplus[d]
         if room <= 0:
             break
-        experts = giver.spare(room, cap)
+        experts = giver.spare(room, ranks.cap)
         if experts:
             steps.append(Step(FILL, d, -1, room, room, False, experts))
     return steps
@@ -208,7 +216,6 @@ def _fills(ranks: _Ranks, giver: _Giver, left: Sequence[int]) -> list[Step]:
 
 def _relays(ranks: _Ranks, giver: _Giver, left: Sequence[int]) -> list[Step]:
     """For every first rank the roomiest second one that fits."""
-    cap, limit = max(ranks.caps), ranks.limit
     rooms = [ranks.surplus[d] for d in left]  # ascending: minus the room
     most = min(giver.flow - 1, giver.prefix[min(giver.budget - 1, len(giver.prefix) - 1)])
     steps = []
@@ -216,14 +223,14 @@ def _relays(ranks: _Ranks, giver: _Giver, left: Sequence[int]) -> list[Step]:
         if s >= 0:
             break
         sums = ranks.prefix[d]
-        room = min(min(most, ranks.caps[d]) + s, sums[min(limit, len(sums) - 1)])
+        room = min(min(most, ranks.caps[d]) + s, sums[min(ranks.limit, len(sums) - 1)])
         place = bisect_left(rooms, -room)
         if place < len(left) and left[place] == d:
             place += 1
         if place == len(left) or rooms[place] >= 0:
             continue
         rows = -s - rooms[place]
-        experts = giver.spare(rows, cap)
+        experts = giver.spare(rows, ranks.cap)
         if experts:
             passed = bisect_left(sums, -rooms[place])
             steps.append(Step(RELAY, d, left[place], rows, rows, False, experts + passed))
