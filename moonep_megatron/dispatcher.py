@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonep_megatron.backends.base import Backend, Choices, Route
+from moonep_megatron.experts import gather_follows
 
 
 class MoonEPTokenDispatcher(MoETokenDispatcher):
@@ -153,6 +155,7 @@ class _Dispatch(torch.autograd.Function):
         return backend.dispatch(route, x_sH, probs_sK)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_receive: Tensor, d_probs: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.backend.gather(ctx.route, d_receive, d_probs)
 
@@ -163,10 +166,16 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, backend: Backend, route: Route, sums_MH: Tensor) -> Tensor:
         ctx.backend, ctx.route = backend, route
+        # Torch's other checkpoint recomputes until the last saved tensor is there again: without
+        # this one it would stop between the pre-sum and the gather.
+        ctx.save_for_backward(sums_MH.new_empty(0))
         return backend.gather(route, sums_MH)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor | None, ...]:
+        # Recomputes now where a checkpoint asks for it: not while the rows below are lent.
+        _ = ctx.saved_tensors
         return None, None, ctx.backend.dispatch(ctx.route, d_x)[0]
 
 
@@ -185,7 +194,10 @@ class _Expand(torch.autograd.Function):
         return rows_NH, probs_N.view_as(probs_N)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_rows: Tensor, d_probs: Tensor) -> tuple[Tensor | None, ...]:
+        if not gather_follows(ctx):
+            return None, None, None, d_probs
         return None, None, ctx.backend.presum(ctx.route, d_rows, d_probs), d_probs
 
 
@@ -198,6 +210,7 @@ class _Presum(torch.autograd.Function):
         return backend.presum(route, rows_NH)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_sums: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, _expanded(ctx.backend, ctx.route, d_sums)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonep_megatron import gemm
 from moonep_megatron.activation import Activation
@@ -37,6 +38,7 @@ class ExpertCall:
     Attributes:
         fused: add weight gradients into ``main_grad`` in backward, as
             ``gradient_accumulation_fusion`` says, instead of returning them.
+        differentiated: gradients are recorded, so forward keeps what backward needs.
         on_host: read the row boundaries on the host, for products that need them there.
         dispatch_again: brings the receive rows of this pass once more in backward, instead of
             keeping them; lent, as from `Backend.dispatch`.
@@ -48,6 +50,7 @@ class ExpertCall:
     slots: SlotPool
     activation: Activation
     fused: bool
+    differentiated: bool = True
     on_host: bool = True
     dispatch_again: Callable[[], Tensor] | None = None
 
@@ -109,7 +112,8 @@ class _ExpertMLP(torch.autograd.Function):
         for weights, bounds in _launches(call, FC1):
             gemm.rows_times_weights(receive_MH, weights, pre_NF1, bounds, index)
         ctx.call = call
-        if any(ctx.needs_input_grad):
+        # Parameters ask for gradients also where none are recorded.
+        if call.differentiated and any(ctx.needs_input_grad):
             kept = receive_MH.new_empty(0) if call.dispatch_again else call.backend.keep(receive_MH)
             ctx.save_for_backward(kept, probs_N, pre_NF1)
         call.backend.free_receive()
@@ -122,6 +126,7 @@ class _ExpertMLP(torch.autograd.Function):
         return call.backend.presum(call.route, out_NH)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_sums_MH: Tensor) -> tuple[Tensor | None, ...]:
         call: ExpertCall = ctx.call
         receive_MH, probs_N, pre_NF1 = ctx.saved_tensors
@@ -132,14 +137,30 @@ class _ExpertMLP(torch.autograd.Function):
             receive_MH = call.dispatch_again()
         sweep = _Backward(call, receive_MH, probs_N, pre_NF1, d_sums_MH.contiguous())
         gradients = [
-            HomeGradient(projection, call.home.order(), fused=call.fused)
-            for projection in (call.home.fc1, call.home.fc2)
+            HomeGradient(projection, other, call.home.order(), fused=call.fused)
+            for projection, other in _both_ways(call.home.fc1, call.home.fc2)
         ]
         sweep.run(*gradients)
         call.backend.free_receive()
-        d_receive_MH = call.backend.presum(call.route, sweep.d_x_NH, sweep.d_probs_N)
+        d_receive_MH = None
+        if gather_follows(ctx):
+            d_receive_MH = call.backend.presum(call.route, sweep.d_x_NH, sweep.d_probs_N)
         returned = gradients[0].returned() + gradients[1].returned()
         return None, d_receive_MH, sweep.d_probs_N, *returned
+
+
+def gather_follows(ctx: Any) -> bool:
+    """Whether the backward of the dispatch, a gather, runs in this backward pass.
+
+    Not where neither tokens nor probabilities need a gradient, nor where the caller asks for other
+    gradients only. Every pre-sum needs its gather.
+
+    Args:
+        ctx: of a Function whose first two tensors are receive rows and probabilities.
+    """
+    nodes = [node for node, _ in ctx.next_functions[:2] if node is not None]
+    leaves = ["AccumulateGrad" in node.name() for node in nodes]
+    return any(leaves) or any(map(torch._C._will_engine_execute_node, nodes))
 
 
 class _Backward:
@@ -274,7 +295,9 @@ class HomeGradient:
     - without ``main_grad``: the sum is returned.
     """
 
-    def __init__(self, projection: Projection, order: list[int], *, fused: bool) -> None:
+    def __init__(
+        self, projection: Projection, other: Projection, order: list[int], *, fused: bool
+    ) -> None:
         self.projection = projection
         self.place = {expert: place for place, expert in enumerate(order)}
         self.main_grads = projection.main_grads()
@@ -283,6 +306,9 @@ class HomeGradient:
             weight = projection.weights()[0]
             # Without main_grad the duplicates come in here, in fp32, and all is rounded once.
             wide = torch.promote_types(weight.dtype, torch.float32)
+            if not any(p.requires_grad for p in projection.parameters):
+                # Thrown away in the end, but one kernel adds to both projections.
+                wide = next((g.dtype for g in other.main_grads() or ()), wide)
             dtype = wide if self.main_grads is None else weight.dtype
             self.own = weight.new_zeros(len(order), *weight.shape, dtype=dtype)
 
@@ -307,6 +333,10 @@ class HomeGradient:
     def _own_by_expert(self) -> list[Tensor]:
         assert self.own is not None
         return [self.own[self.place[expert]] for expert in range(len(self.place))]
+
+
+def _both_ways(fc1: Projection, fc2: Projection) -> tuple[tuple[Projection, Projection], ...]:
+    return (fc1, fc2), (fc2, fc1)
 
 
 _dummies: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}

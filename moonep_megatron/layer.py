@@ -134,6 +134,7 @@ class MoonEPMoELayer(MoELayer):
             slots=slots,
             activation=self.activation,
             fused=self.config.gradient_accumulation_fusion,
+            differentiated=torch.is_grad_enabled(),
             on_host=not backend.device_bounds or _products_on_host(slots),
             dispatch_again=None if x_sH is None else lambda: backend.dispatch(route, x_sH)[0],
         )

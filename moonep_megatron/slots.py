@@ -74,7 +74,9 @@ class SlotPool:
 
 
 # Weak in the group, so that a destroyed group does not keep its slots alive.
-_pools: WeakKeyDictionary[ProcessGroup, dict[tuple[int, SlotShape], SlotPool]] = WeakKeyDictionary()
+_pools: WeakKeyDictionary[ProcessGroup, dict[tuple[str, int, SlotShape], SlotPool]] = (
+    WeakKeyDictionary()
+)
 
 
 def slot_pool(
@@ -88,7 +90,8 @@ def slot_pool(
     Layers of one shape share a pool: expert computes of two layers never overlap on one stream.
     """
     pools = _pools.setdefault(group, {})
-    key = (count, shape)
+    # A layer of another backend needs slots of another kind.
+    key = (make.__qualname__, count, shape)
     if key not in pools:
         # The first pass may be an evaluation, whose tensors could never be trained with.
         with torch.inference_mode(False):

@@ -94,10 +94,11 @@ MUTATIONS = (
     Mutation(
         "stale weights pushed",
         EXPERTS,
-        "call.backend.push_weights(call.route, wave, projection.weights(), slots)",
-        "now = [weight.clone() for weight in projection.weights()]\n"
-        "        first = projection.__dict__.setdefault('first', now)\n"
-        "        call.backend.push_weights(call.route, wave, first, slots)",
+        "weights = {p: homes[p].weights() for p in projections}",
+        "weights = {\n"
+        "        p: homes[p].__dict__.setdefault('old', [w.clone() for w in homes[p].weights()])\n"
+        "        for p in projections\n"
+        "    }",
         "tests/test_gradients.py::test_optimizer_steps_equal_those_of_alltoall",
     ),
     Mutation(
@@ -110,15 +111,15 @@ MUTATIONS = (
     Mutation(
         "a wave skipped in forward",
         EXPERTS,
-        "for wave in range(call.route.waves):\n        push(call, wave)",
-        "for wave in range(min(call.route.waves, 1)):\n        push(call, wave)",
+        "for wave in range(call.route.waves):\n        if call.route.waves > 1:",
+        "for wave in range(min(call.route.waves, 1)):\n        if call.route.waves > 1:",
         "tests/test_layer.py::test_waves_of_few_slots",
     ),
     Mutation(
         "a wave skipped in backward",
         EXPERTS,
-        "for wave in range(call.route.waves):\n            sweep.foreign(wave, gradients)",
-        "for wave in range(min(call.route.waves, 1)):\n            sweep.foreign(wave, gradients)",
+        "for wave in range(call.route.waves):\n            self._slot_weights(wave)",
+        "for wave in range(min(call.route.waves, 1)):\n            self._slot_weights(wave)",
         "tests/test_layer.py::test_waves_of_few_slots",
     ),
     Mutation(
@@ -133,22 +134,22 @@ MUTATIONS = (
     Mutation(
         "slots not refilled in backward",
         EXPERTS,
-        "push(call, wave)\n        self._rows(",
-        "self._rows(",
+        "_push_all(call, backward=True)",
+        "pass",
         "tests/test_layer.py::test_every_skew[3]",
     ),
     Mutation(
         "slot gradients accumulated over passes",
         EXPERTS,
-        "bounds, accumulate=False)",
-        "bounds, accumulate=True)",
+        "self._weights(FC1, call.slots.grad1[:count], bounds, accumulate=False)",
+        "self._weights(FC1, call.slots.grad1[:count], bounds, accumulate=True)",
         "tests/test_layer.py::test_every_skew[3]",
     ),
     Mutation(
         "home gradient overwrites the pulled one",
         EXPERTS,
-        "self._weights(grad1, grad2, bounds, accumulate=True)",
-        "self._weights(grad1, grad2, bounds, accumulate=False)",
+        "self._weights(projection, into, bounds, accumulate=True)",
+        "self._weights(projection, into, bounds, accumulate=False)",
         "tests/test_gradients.py::test_every_place_of_gradients[fused]",
     ),
     Mutation(
@@ -167,7 +168,7 @@ MUTATIONS = (
     ),
     Mutation(
         "clamp of the linear half forgotten",
-        "layer.py",
+        "activation.py",
         "gate.clamp(max=clamp), linear.clamp(min=-clamp, max=clamp)",
         "gate.clamp(max=clamp), linear",
         "tests/test_layer.py::test_clamp_offset_and_probabilities_on_the_input",
@@ -214,6 +215,55 @@ MUTATIONS = (
         "probs_N.index_copy_(0, route.received_entry_C, arrived_C)",
         "probs_N.index_copy_(0, route.received_entry_C, arrived_C.roll(1))",
         "tests/test_dispatcher.py::test_every_entry_is_computed_once_by_its_expert",
+    ),
+    Mutation(
+        "recompute stops before the gather",
+        "dispatcher.py",
+        "ctx.save_for_backward(sums_MH.new_empty(0))",
+        "ctx.save_for_backward()",
+        "tests/test_contract.py",
+    ),
+    Mutation(
+        "rows lent while a checkpoint recomputes",
+        "dispatcher.py",
+        "_ = ctx.saved_tensors",
+        "pass",
+        "tests/test_contract.py",
+    ),
+    Mutation(
+        "pre-sum without a gather",
+        EXPERTS,
+        "return any(leaves) or any(map(torch._C._will_engine_execute_node, nodes))",
+        "return True",
+        "tests/test_contract.py",
+    ),
+    Mutation(
+        "lent rows kept for backward",
+        EXPERTS,
+        "else call.backend.keep(receive_MH)",
+        "else receive_MH",
+        "tests/test_contract.py",
+    ),
+    Mutation(
+        "slots never freed",
+        EXPERTS,
+        "_free_all(call)\n        call.backend.join()\n        return",
+        "call.backend.join()\n        return",
+        "tests/test_contract.py",
+    ),
+    Mutation(
+        "rows kept in evaluations",
+        EXPERTS,
+        "if call.differentiated and any(ctx.needs_input_grad):",
+        "if any(ctx.needs_input_grad):",
+        "tests/test_contract.py",
+    ),
+    Mutation(
+        "two dtypes of gradients in one pull",
+        EXPERTS,
+        "wide = next((g.dtype for g in other.main_grads() or ()), wide)",
+        "pass",
+        "tests/test_contract.py",
     ),
 )
 

@@ -245,3 +245,14 @@ def test_finder_prefers_path_and_obeys_PYTHON(tmp_path: Path):
     assert shell("find_python", tmp_path, PYTHON=str(other)).stdout.strip() == str(other)
     bad = shell("find_python", tmp_path, PYTHON=str(tmp_path / "none"))
     assert bad.returncode != 0 and f"PYTHON={tmp_path / 'none'}" in bad.stderr
+
+
+def test_every_mutation_still_applies() -> None:
+    """What `scripts/mutants.py` replaces stands in the package exactly once."""
+    spec = importlib.util.spec_from_file_location("mutants", SCRIPTS / "mutants.py")
+    mutants = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = mutants
+    spec.loader.exec_module(mutants)
+    for mutation in mutants.MUTATIONS:
+        text = (SCRIPTS.parent / "moonep_megatron" / mutation.file).read_text()
+        assert text.count(mutation.old) == 1, mutation.name

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moonep_megatron.backends import faults
 from moonep_megatron.backends.memory import Region, Regions, SymmetricMemory, part_of
+from moonep_megatron.backends.turns import Turns
 from moonep_megatron.kernels import pull_gradients as pull
 from moonep_megatron.kernels import push_weights as push
 from moonep_megatron.kernels import sync
@@ -107,6 +108,7 @@ class GroupMemory:
         self.timeout_ns = int(timeout * 1e9)
         # Before the GEMMs, so that a push gets its few SMs when both are waiting.
         self.side = torch.cuda.Stream(device, priority=-1)
+        self.turns = Turns()
         self._counts: dict[int, CountMemory] = {}
         self._rows: dict[RowShape, RowMemory] = {}
 

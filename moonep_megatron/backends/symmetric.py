@@ -10,7 +10,7 @@ Letters as in `moonep_megatron.backends.base`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, override
 
@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moonep_megatron.backends.base import Backend, Bounds, Choices, Route
+from moonep_megatron.backends import faults
+from moonep_megatron.backends.addresses import Addresses
+from moonep_megatron.backends.base import Backend, Choices, Route
 from moonep_megatron.backends.group_memory import (
     CountMemory,
     RowShape,
@@ -27,16 +29,15 @@ from moonep_megatron.backends.group_memory import (
     group_memory,
 )
 from moonep_megatron.backends.memory import Region
+from moonep_megatron.backends.symmetric_route import SymmetricRoute, chosen_experts, plan_of
 from moonep_megatron.kernels import pull_gradients as pull
 from moonep_megatron.kernels import push_weights as push
-from moonep_megatron.kernels.compact import compact
 from moonep_megatron.kernels.counting import count
 from moonep_megatron.kernels.destinations import destinations
 from moonep_megatron.kernels.dispatch import dispatch, free_receive
 from moonep_megatron.kernels.duplicates import Duplicates
 from moonep_megatron.kernels.exchange import Exchanged, exchange
 from moonep_megatron.kernels.gather import gather
-from moonep_megatron.kernels.layout import DevicePlan
 from moonep_megatron.kernels.plan import Planner
 from moonep_megatron.kernels.presum import presum
 from moonep_megatron.kernels.rows import RowMemory
@@ -45,43 +46,6 @@ from moonep_megatron.slots import SlotPool, SlotShape
 
 # Measured on two H200s: rows need 16 SMs to fill the link, a push 8, a pull 12.
 ROW_SMS, PUSH_SMS, PULL_SMS = 16, 8, 12
-
-
-@dataclass(frozen=True, kw_only=True)
-class SymmetricRoute(Route):
-    """A `Route` whose every part is on the device.
-
-    Attributes:
-        rank: this rank.
-        tables: rows and probabilities by receive row and grouped row, after the first dispatch.
-        rank_sK, row_sK: int32 [s, K], destination rank and grouped row of each entry, -1 for none.
-        starts: int32 [4, P], the row boundaries of this rank's groups four times, each time one
-            group further on, so that the boundaries from any group on start 16-byte aligned.
-    """
-
-    rank: int
-    tables: Tables
-    rank_sK: Tensor
-    row_sK: Tensor
-    starts: Tensor
-
-    @override
-    def bounds(self, first: int, count: int) -> Bounds:
-        shift = first % 4
-        return self.starts[shift, first - shift : first - shift + count + 1]
-
-    @override
-    def starts_G1(self) -> list[int]:
-        return self._starts_on_host
-
-    @cached_property
-    def _starts_on_host(self) -> list[int]:
-        return self.plan.group_start_RG1[self.rank].tolist()
-
-    @cached_property
-    def cap(self) -> Tensor:
-        """int32 scalar, grouped rows of this rank."""
-        return self.plan.cap_R[self.rank]
 
 
 class SymmetricBackend(Backend):
@@ -129,15 +93,14 @@ class SymmetricBackend(Backend):
         self.all_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._planner_name = planner
         self._planners: dict[int, Planner] = {}
-        self._nowhere = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._addresses: dict[Any, tuple[tuple[int, ...], Tensor]] = {}
+        self._addresses = Addresses(num_experts // self.size, self.device)
         self._lent: RowMemory | None = None
         self._duplicates: Duplicates | None = None
         self._before_dispatch = torch.cuda.Event()
 
     @override
     def choose(self, routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Choices, Tensor]:
-        ids, chosen, places, counts = _Compact.apply(routing_map.contiguous(), probs, topk)
+        ids, chosen, places, counts = chosen_experts(routing_map.contiguous(), probs, topk)
         choices = Choices(ids_sK=ids, places_sK=places, counts_CE=counts)
         return choices, chosen.to(probs.dtype)
 
@@ -157,11 +120,17 @@ class SymmetricBackend(Backend):
         exchanged = self._exchange(self.memory.counts(experts), counts, tokens, max_tokens)
         made = self._planner(topk, max_tokens).plan(exchanged, home_order_Rn, self.rank)
         rank_sK, row_sK = destinations(made, ids, places, exchanged.first_CE, self.rank)
-        plan = _plan(made)
+        plan = plan_of(made)
         if self.check_plan:
             self._compare_hashes(plan)
         homes = experts // self.size
         starts = plan.group_start_RG1[self.rank].index_select(0, self._shifted)
+        if tokens > max_tokens:
+            # The exchange ends the processes of all ranks with these words; should it not:
+            torch.cuda.synchronize(self.device)
+            raise ValueError(
+                faults.bad_input(faults.TOO_MANY_TOKENS, self.rank, tokens, max_tokens)
+            )
         kept = Tables(topk, max_tokens, self.size, self.device)
         return SymmetricRoute(
             plan=plan,
@@ -183,8 +152,8 @@ class SymmetricBackend(Backend):
         self, route: Route, x_sH: Tensor, probs_sK: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         assert isinstance(route, SymmetricRoute)
-        assert self._lent is None, "the rows of a dispatch were not freed before the next one"
         rows = self._rows(route, x_sH)
+        self.memory.turns.begin("dispatch", rows, self.layer)
         self._before_dispatch.record()
         probs = None if probs_sK is None else probs_sK.float().contiguous()
         dispatch(
@@ -211,12 +180,14 @@ class SymmetricBackend(Backend):
     def free_receive(self) -> None:
         assert self._lent is not None
         free_receive(self._lent)
+        self.memory.turns.end("dispatch", self._lent)
         self._lent = None
 
     @override
     def presum(self, route: Route, rows_NH: Tensor, d_probs_N: Tensor | None = None) -> Tensor:
         assert isinstance(route, SymmetricRoute)
         rows = self._rows(route, rows_NH)
+        self.memory.turns.begin("pre-sum", rows, self.layer)
         if d_probs_N is not None:
             rows.memory.local(rows.d_probs).copy_(d_probs_N)
         presum(
@@ -253,6 +224,7 @@ class SymmetricBackend(Backend):
             sms=self.row_sms,
             layer=self.layer,
         )
+        self.memory.turns.end("pre-sum", rows)
         if d_probs_N is None or d_probs_sK is None:
             return x_sH, None
         return x_sH, d_probs_sK.to(d_probs_N.dtype)
@@ -273,11 +245,12 @@ class SymmetricBackend(Backend):
     ) -> None:
         assert isinstance(slots, SymmetricSlots)
         self._duplicates = slots.duplicates
+        self.memory.turns.begin("push", slots.duplicates, self.layer)
         # Weights were ready before the dispatch; what the slots held, the flags guard.
         self.memory.side.wait_event(self._before_dispatch)
         with torch.cuda.stream(self.memory.side):
             first, second = (
-                self._table(f"weights of FC{p + 1}", weights.get(p, ())) for p in (0, 1)
+                self._addresses.table(f"weights of FC{p + 1}", weights.get(p, ())) for p in (0, 1)
             )
             push.push_weights(
                 _only(slots.duplicates, weights),
@@ -306,6 +279,7 @@ class SymmetricBackend(Backend):
     def free_slots(self) -> None:
         assert self._duplicates is not None
         push.free_slots(self._duplicates)
+        self.memory.turns.end("push", self._duplicates)
 
     @override
     def wait_pulled(self) -> None:
@@ -321,18 +295,21 @@ class SymmetricBackend(Backend):
         targets: tuple[Sequence[Tensor], Sequence[Tensor]],
     ) -> None:
         assert isinstance(slots, SymmetricSlots)
+        dtypes = {target.dtype for targets_n in targets for target in targets_n}
+        if len(dtypes) > 1:
+            raise TypeError(f"the gradients of FC1 and FC2 must have one dtype, not {dtypes}")
         pull.grads_ready(slots.duplicates)
         self.memory.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.memory.side):
             first, second = (
-                self._table(f"gradients of FC{p + 1}", targets_n)
+                self._addresses.table(f"gradients of FC{p + 1}", targets_n)
                 for p, targets_n in enumerate(targets)
             )
             pull.pull_gradients(
                 slots.duplicates,
                 route.plan.foreign_expert_Rn,
                 (first, second),
-                targets[0][0].dtype,
+                dtypes.pop(),
                 wave,
                 sms=self.pull_sms,
                 layer=self.layer,
@@ -399,42 +376,6 @@ class SymmetricBackend(Backend):
         if len(set(hashes)) > 1:
             raise RuntimeError(f"expert-parallel ranks derived different plans, hashes {hashes}")
 
-    def _table(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """int64 [n] on the device, where tensors begin; kept while they stay where they are.
-
-        For the current stream, which makes and reads it. A captured graph goes on reading a kept
-        table, so only tensors that moved may replace it.
-        """
-        if not tensors:
-            return self._nowhere
-        pointers = tuple(tensor.data_ptr() for tensor in tensors)
-        kept = self._addresses.get(name)
-        if kept is None or kept[0] != pointers:
-            kept = (pointers, _device_table(pointers, self.device))
-            self._addresses[name] = kept
-        return kept[1]
-
-
-def _device_table(pointers: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [n] on the device, without waiting for it."""
-    first, count = pointers[0], len(pointers)
-    step = pointers[1] - first if count > 1 else 1
-    if all(p == first + i * step for i, p in enumerate(pointers)) and step:
-        return torch.arange(first, first + count * step, step, dtype=torch.int64, device=device)
-    on_host = torch.tensor(pointers, dtype=torch.int64).pin_memory()
-    return on_host.to(device, non_blocking=True)
-
-
-def _plan(made: DevicePlan) -> Plan:
-    return Plan(
-        rows_RE=made.rows_RE,
-        cap_R=made.cap_R,
-        foreign_expert_Rn=made.foreign_expert_Rn,
-        group_expert_RG=made.group_expert_RG,
-        group_start_RG1=made.group_start_RG1,
-        rule_1=made.rule,
-    )
-
 
 def _only(duplicates: Duplicates, projections: Iterable[int]) -> Duplicates:
     """The same slots, of which a push sees the given projections and no bytes of the others."""
@@ -446,28 +387,3 @@ def _only(duplicates: Duplicates, projections: Iterable[int]) -> Duplicates:
         for p, region in enumerate(duplicates.weights)
     )
     return replace(duplicates, weights=(first, second))
-
-
-class _Compact(torch.autograd.Function):
-    """Routing map to ids and probabilities in one kernel, which counts the ids as well."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, routing_map: Tensor, probs: Tensor, topk: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        ids, chosen, places, counts = compact(routing_map, probs.contiguous(), topk)
-        ctx.mark_non_differentiable(ids, places, counts)
-        ctx.save_for_backward(ids)
-        ctx.like = probs.shape, probs.dtype
-        return ids, chosen, places, counts
-
-    @staticmethod
-    def backward(
-        ctx: Any, _ids: Tensor, d_chosen: Tensor, _places: Tensor, _counts: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
-        (tokens, experts), dtype = ctx.like
-        # Entries without an expert add 0 to column 0; a token has an expert only once.
-        d_chosen = torch.where(ids >= 0, d_chosen, 0).to(dtype)
-        d_probs = d_chosen.new_zeros(tokens, experts)
-        return None, d_probs.scatter_add_(1, ids.clamp(min=0).long(), d_chosen), None
