@@ -208,7 +208,6 @@ LEFT_OUT = ("pipeline", "mtp", "overlap", "use-distributed-optimizer", "bf16")
         ("tiny", {"expert-model-parallel-size": 1}),
         ("qwen3_30b_a3b", SMALL | {"num-layers": 2, "num-query-groups": 2}),
         ("deepseek_v3", SMALL | LATENT),
-        ("deepseek_v2_lite", SMALL | {k: v for k, v in LATENT.items() if k != "q-lora-rank"}),
     ],
 )
 def test_count_equals_a_model_of_megatrons(stem, changes, tmp_path):
