@@ -1,12 +1,10 @@
-"""Time the planner on one CPU core, and its quality on recorded routing.
+"""Time the reference planner on one CPU core.
 
-    python scripts/bench_plan.py [--data DIR] [--json FILE]
+    python scripts/bench_plan.py [--planner search] [--json FILE]
 
 Time is that of ``make_plan`` from the counts to the finished plan, and of ``destinations`` for one
-rank's entries; it is CPU time, so that a busy machine does not count. Quality is D, the most
-experts that a rank sends or receives, summed over the layers of every file in DIR, against a lower
-bound that holds for any plan with exact balance. DIR holds ``*_topk.npy``, ids [layer, token, k],
-and ``*.json`` with ``logical_count`` [layer][expert].
+rank's entries; it is CPU time, so that waiting for a busy machine does not count. How good plans
+are is what ``simulate.py`` says.
 """
 
 import argparse
@@ -14,15 +12,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from moonep_megatron.plan import PLANNERS, destinations, make_plan
+from moonep_megatron.rules import SEARCH
 
-KEYS = ["bound", *PLANNERS, "U"]
 SIZES = [(8, 64), (8, 896), (16, 256), (32, 256), (64, 256), (64, 1024), (128, 1024)]
 
 
@@ -53,19 +50,19 @@ def cpu_milliseconds(call: Callable[[], object], repeat: int) -> float:
     return 1e3 * statistics.median(times)
 
 
-def bench_time(repeat: int, tokens: int, choices: int) -> list[dict[str, object]]:
+def bench_time(planner: str, repeat: int, tokens: int, choices: int) -> list[dict[str, object]]:
     results: list[dict[str, object]] = []
     print(f"{'R':>4} {'E':>5} {'load':>6} {'plan ms':>8} {'dest ms':>8} {'D':>4} {'U':>5}  rule")
     for ranks, experts in SIZES:
         for load in ("even", "zipf", "heavy", "ranks", "one"):
             ids = synthetic_ids(load, (ranks, experts, tokens, choices))
             counts = torch.stack([torch.bincount(x.view(-1), minlength=experts) for x in ids])
-            plan = make_plan(counts)
+            plan = make_plan(counts, planner=planner)
             row: dict[str, object] = {
                 "ranks": ranks,
                 "experts": experts,
                 "load": load,
-                "plan_ms": cpu_milliseconds(lambda c=counts: make_plan(c), repeat),
+                "plan_ms": cpu_milliseconds(lambda c=counts: make_plan(c, planner=planner), repeat),
                 "destinations_ms": cpu_milliseconds(
                     lambda p=plan, c=counts, i=ids: destinations(p, c, i[0], 0), repeat
                 ),
@@ -82,97 +79,23 @@ def bench_time(repeat: int, tokens: int, choices: int) -> list[dict[str, object]
     return results
 
 
-def recorded(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """(file name, counts [layer, expert]) of every file that has them."""
-    for path in sorted(folder.iterdir()):
-        if path.name.endswith("_topk.npy"):
-            layers = np.load(path)
-            experts = int(layers.max()) + 1
-            yield path.name, np.stack([np.bincount(x.ravel(), minlength=experts) for x in layers])
-        elif path.suffix == ".json":
-            yield path.name, np.array(json.loads(path.read_text())["logical_count"])
-
-
-def bound(total_E: list[int], ranks: int) -> int:
-    """A lower bound on D: a rank too full must send, and one with room receive, that many experts.
-
-    Largest first is the best either can do; an expert larger than a cap leaves in several parts.
-    """
-    homes, total = len(total_E) // ranks, sum(total_E)
-    cap = -(-total // ranks)
-    least = 0
-    for rank in range(ranks):
-        own = total_E[rank * homes : (rank + 1) * homes]
-        surplus = sum(own) - (total // ranks + (rank < total % ranks))
-        if surplus > 0:
-            sizes = [min(cap, t - done) for t in own for done in range(0, t, cap)]
-        else:
-            sizes = total_E[: rank * homes] + total_E[(rank + 1) * homes :]
-        needed, experts = abs(surplus), 0
-        for size in sorted(sizes, reverse=True):
-            if needed <= 0:
-                break
-            needed, experts = needed - size, experts + 1
-        least = max(least, experts)
-    return least
-
-
-def bench_quality(folder: Path, ranks: int) -> dict[str, object]:
-    """Sums of D per file and planner, of U of ``best``, and the layers where best > pairs."""
-    files: dict[str, dict[str, int]] = {}
-    worse = 0
-    for name, layers in recorded(folder):
-        if layers.shape[1] % ranks:
-            continue
-        sums = dict.fromkeys(["layers", *KEYS], 0)
-        for total_E in layers:
-            counts = torch.zeros(ranks, len(total_E), dtype=torch.int64)
-            counts[0] = torch.from_numpy(total_E)
-            plans = {planner: make_plan(counts, planner=planner) for planner in PLANNERS}
-            sums["layers"] += 1
-            sums["bound"] += bound(total_E.tolist(), ranks)
-            for planner, plan in plans.items():
-                sums[planner] += plan.busiest
-            sums["U"] += plans["best"].duplicates
-            worse += plans["best"].busiest > plans["pairs"].busiest
-        files[name] = sums
-    total = {key: sum(sums[key] for sums in files.values()) for key in ["layers", *KEYS]}
-    return {"ranks": ranks, "files": files, "total": total, "layers_above_pairs": worse}
-
-
-def print_quality(result: dict[str, object]) -> None:
-    print(f"\nR={result['ranks']}: D summed over layers, and U of best")
-    print(f"{'file':>28} {'layers':>6} " + " ".join(f"{key:>6}" for key in KEYS))
-    for name, sums in [*result["files"].items(), ("total", result["total"])]:
-        print(f"{name:>28} {sums['layers']:6} " + " ".join(f"{sums[key]:6}" for key in KEYS))
-    total = result["total"]
-    print(
-        f"best / bound = {total['best'] / max(total['bound'], 1):.3f}, "
-        f"layers with best above pairs: {result['layers_above_pairs']}"
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, help="folder of recorded routing; prints quality")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32], help="R of quality")
+    parser.add_argument("--planner", choices=(*PLANNERS, SEARCH), default="best")
     parser.add_argument("--repeat", type=int, default=7, help="calls timed; the median counts")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens a rank")
     parser.add_argument("--choices", type=int, default=8, help="experts a token")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
-    if args.data is not None and not args.data.is_dir():
-        parser.error(f"--data {args.data} is not a folder")
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    results: dict[str, object] = {"time": bench_time(args.repeat, args.tokens, args.choices)}
-    quality = [bench_quality(args.data, ranks) for ranks in args.ranks] if args.data else []
-    for result in quality:
-        print_quality(result)
+    results = bench_time(args.planner, args.repeat, args.tokens, args.choices)
     if args.json:
-        args.json.write_text(json.dumps(results | {"quality": quality}, indent=1) + "\n")
-    return int(any(result["layers_above_pairs"] for result in quality))
+        args.json.write_text(
+            json.dumps({"planner": args.planner, "time": results}, indent=1) + "\n"
+        )
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,11 +1,7 @@
-"""The planning rules against slow references, brute force and recorded routing."""
+"""The planning rules against slow references and brute force."""
 
-import importlib.util
 import itertools
-from pathlib import Path
-from types import ModuleType
 
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -15,9 +11,6 @@ from moonep_megatron.plan import PLANNERS, make_plan, plan_hash
 from moonep_megatron.rules import peel
 from moonep_megatron.transfers import cost, pieces
 from moonep_megatron.trees import KEYS, trees
-
-ROOT = Path(__file__).parents[1]
-ROUTING = ROOT.parent / "shared" / "routing"
 
 
 @settings(lenient, max_examples=60)
@@ -187,31 +180,3 @@ def test_trees_give_a_hot_rank_receivers_of_the_right_size() -> None:
     assert cost(5, pieces(homes, peel(homes, caps)), 2)[1] == 3
     (first, *_) = trees(homes, caps, 4)
     assert cost(5, pieces(homes, first), 2)[1] == 2
-
-
-# Recorded routing -----------------------------------------------------------------------------
-
-
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_plan", ROOT / "scripts" / "bench_plan.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.skipif(not ROUTING.is_dir(), reason="needs the recorded routing")
-@pytest.mark.parametrize(("ranks", "most"), [(8, 1.2), (16, 1.4), (32, 1.2)])
-def test_recorded_routing(ranks: int, most: float) -> None:
-    result = bench().bench_quality(ROUTING, ranks)
-    assert result["total"]["layers"] >= 70
-    assert result["layers_above_pairs"] == 0
-    assert result["total"]["bound"] <= result["total"]["best"] <= most * result["total"]["bound"]
-
-
-def test_the_bound_of_the_benchmark() -> None:
-    # cap 11: rank 0 gives 29 rows, in parts of at most 11
-    assert bench().bound([40, 0, 0, 4, 0, 0, 0, 0], 4) == 3
-    assert bench().bound([1, 1, 1, 1], 4) == 0
-    # rank 1 lacks 8 rows, in experts of 4
-    assert bench().bound([4, 4, 4, 4, 0, 0, 0, 0], 2) == 2
