@@ -1,0 +1,136 @@
+"""Recorded routing: files of expert choices or counts, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MOST_ROWS = 2**31 - 1
+
+
+class DataError(ValueError):
+    """A file that holds no routing; the message names the file and the field."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Rows of every expert, layer by layer."""
+
+    name: str
+    total_LE: np.ndarray
+    """int64 [layers, experts]"""
+
+    @property
+    def experts(self) -> int:
+        return self.total_LE.shape[1]
+
+
+def read(path: Path, experts: int | None = None) -> list[DataSet]:
+    """The data sets of one file, or of all ``.npy`` and ``.json`` files of a folder by name.
+
+    - ``.npy``, integers [layer, token, choice]: expert ids, -1 for none;
+    - ``.npy``, integers [layer, expert]: counts;
+    - ``.json``: ``{"logical_count": [[rows of expert 0, …], …]}``, a list a layer.
+
+    Args:
+        path: the file or folder.
+        experts: E of files with ids; default: their largest id + 1.
+
+    Raises:
+        DataError: nothing to read, or a file that holds no routing.
+    """
+    if path.is_dir():
+        files = sorted(one for one in path.iterdir() if one.suffix in (".npy", ".json"))
+        if not files:
+            raise DataError(f"{path}: no .npy or .json file in this folder")
+    elif path.suffix in (".npy", ".json"):
+        files = [path]
+    else:
+        raise DataError(f"{path}: neither a folder nor a .npy or .json file")
+    return [_read_file(one, experts) for one in files]
+
+
+def together(sets: Sequence[DataSet], names: Sequence[str]) -> DataSet:
+    """One data set of the named ones' rows, added layer by layer."""
+    known = {one.name: one for one in sets}
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise DataError(f"--together {','.join(names)}: there is no {missing[0]} in --data")
+    shapes = {known[name].total_LE.shape for name in names}
+    if len(shapes) > 1:
+        raise DataError(f"--together {','.join(names)}: the shapes {sorted(shapes)} differ")
+    return DataSet("+".join(names), sum(known[name].total_LE for name in names))
+
+
+def _read_file(path: Path, experts: int | None) -> DataSet:
+    try:
+        if path.stat().st_size == 0:
+            raise DataError(f"{path}: the file is empty")
+        read_one = _from_array if path.suffix == ".npy" else _from_json
+        return DataSet(path.name, read_one(path, experts))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+
+
+def _from_array(path: Path, experts: int | None) -> np.ndarray:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{path}: not a .npy file of numbers ({error})") from error
+    if not isinstance(array, np.ndarray) or array.ndim not in (2, 3) or 0 in array.shape:
+        shape = list(getattr(array, "shape", []))
+        raise DataError(
+            f"{path}: the array has shape {shape}: give ids [layer, token, choice] "
+            "or counts [layer, expert]"
+        )
+    if array.ndim == 2:
+        return _checked(array, f"{path}: counts")
+    if array.dtype.kind not in "iu":
+        raise DataError(f"{path}: ids have dtype {array.dtype}: give integers")
+    low, high = int(array.min()), int(array.max())
+    experts = high + 1 if experts is None else experts
+    if low < -1 or high >= experts or experts < 1:
+        raise DataError(f"{path}: ids hold {low}..{high}: give 0..{experts - 1}, or -1 for none")
+    # -1 is counted in front and dropped
+    flat = array.reshape(len(array), -1).astype(np.int64) + 1
+    return np.stack([np.bincount(layer, minlength=experts + 1)[1:] for layer in flat])
+
+
+def _from_json(path: Path, _: int | None) -> np.ndarray:
+    try:
+        content = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: no JSON ({error})") from error
+    if not isinstance(content, dict) or "logical_count" not in content:
+        raise DataError(f"{path}: no object with the key logical_count")
+    return _checked(content["logical_count"], f"{path}: logical_count")
+
+
+def _checked(counts: Any, where: str) -> np.ndarray:
+    """int64 [layers, experts], refused where these are no counts."""
+    try:
+        array = np.array(counts)
+    except ValueError:
+        array = np.array(None)
+    if array.ndim != 2 or 0 in array.shape or array.dtype.kind not in "iuf":
+        raise DataError(f"{where}: give a list of layers, each a list of as many counts")
+    for layer, expert in _first(~np.isfinite(array) | (array < 0) | (array > MOST_ROWS)):
+        value = array[layer, expert]
+        raise DataError(
+            f"{where}: layer {layer}, expert {expert} has {value} rows: give 0..{MOST_ROWS}"
+        )
+    for layer, expert in _first(array != np.floor(array)):
+        value = array[layer, expert]
+        raise DataError(
+            f"{where}: layer {layer}, expert {expert} has {value} rows: give a whole number"
+        )
+    return array.astype(np.int64)
+
+
+def _first(wrong: np.ndarray) -> Iterable[tuple[int, int]]:
+    return [(int(i), int(j)) for i, j in np.argwhere(wrong)[:1]]
