@@ -128,10 +128,6 @@ class _Giver:
     def __init__(self, rank: int, flow: int, prefix: Sequence[int], budget: int):
         self.rank, self.flow, self.prefix, self.budget = rank, flow, prefix, budget
 
-    def experts(self, rows: int) -> int:
-        """Least number of experts with ``rows`` rows."""
-        return bisect_left(self.prefix, rows)
-
     def spare(self, rows: int, cap: int) -> int:
         """Experts that leave with ``rows`` rows; 0 where the rest of the flow could not follow."""
         sums, rest = self.prefix, self.flow - rows
@@ -149,8 +145,8 @@ class _Giver:
 
     def give(self, rows: int) -> None:
         """Part with rows, largest experts first."""
-        experts = self.experts(rows)
         sums = self.prefix
+        experts = bisect_left(sums, rows)
         left = [b - a for a, b in zip(sums[experts:], sums[experts + 1 :], strict=False)]
         left = sorted([sums[experts] - rows, *left], reverse=True)
         left += [0] * (len(sums) - 1 - len(left))
@@ -192,13 +188,13 @@ def _grow(ranks: _Ranks, key: Key) -> list[Transfer] | None:
 def _passes(
     ranks: _Ranks, passable: Sequence[int], giver: _Giver, left: Sequence[int]
 ) -> list[Step]:
+    # What a rank can give away it has, so nobody is given more than a cap. The giver's own budget
+    # is enough: it was looked at when the flow came in, and at every fill.
     flow = giver.flow
-    if giver.experts(flow) > giver.budget:
-        return []
     return [
         Step(PASS, d, -1, flow, abs(s), s > 0, bisect_left(ranks.prefix[d], flow + s))
         for d in left
-        if flow <= ranks.caps[d] and 0 <= flow + (s := ranks.surplus[d]) <= passable[d]
+        if 0 <= flow + (s := ranks.surplus[d]) <= passable[d]
     ]
 
 

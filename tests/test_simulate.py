@@ -88,6 +88,7 @@ def check_row(row: dict[str, Any], total_E: Sequence[int], planner: str) -> None
     counts = torch.zeros(row["ranks"], len(total_E), dtype=torch.int64)
     counts[0] = torch.tensor(total_E)
     plan, pairs = (make_plan(counts, planner=one) for one in (planner, "pairs"))
+    assert row["best_busiest"] == make_plan(counts).busiest
     least = bounds(total_E, row["ranks"])
     assert (row["busiest"], row["duplicates"]) == (plan.busiest, plan.duplicates)
     assert (row["pairs_busiest"], row["pairs_duplicates"]) == (pairs.busiest, pairs.duplicates)

@@ -27,7 +27,8 @@ def judge(total_E: Sequence[int], ranks: int, planner: str, node: int) -> Row:
     caps = [share + (d < extra) for d in range(ranks)]
     rule, parts = solve(own, caps, planner=planner, slots=homes)
     _, busiest, duplicates = cost(ranks, parts, homes)
-    _, pairs_busiest, pairs_duplicates = _pairs(own, caps)
+    _, pairs_busiest, pairs_duplicates = _cost_of("pairs", own, caps)
+    _, best_busiest, best_duplicates = _cost_of("best", own, caps)
     least = bounds(total_E, ranks)
     mean = sum(map(sum, own)) / ranks
     return {
@@ -40,6 +41,8 @@ def judge(total_E: Sequence[int], ranks: int, planner: str, node: int) -> Row:
         "busiest_bound": least.busiest,
         "pairs_busiest": pairs_busiest,
         "pairs_duplicates": pairs_duplicates,
+        "best_busiest": best_busiest,
+        "best_duplicates": best_duplicates,
         "maxvio": max(map(max, own)) * len(total_E) / sum(map(sum, own)) - 1,
         "hottest_rank": max(map(sum, own)) / mean,
         "tiny": sum(part.rows < TILE for part in parts),
@@ -48,9 +51,11 @@ def judge(total_E: Sequence[int], ranks: int, planner: str, node: int) -> Row:
     }
 
 
-def _pairs(own: Sequence[Sequence[int]], caps: Sequence[int]) -> tuple[int, int, int]:
+def _cost_of(
+    planner: str, own: Sequence[Sequence[int]], caps: Sequence[int]
+) -> tuple[int, int, int]:
     homes = len(own[0])
-    _, parts = solve(own, caps, planner="pairs", slots=homes)
+    _, parts = solve(own, caps, planner=planner, slots=homes)
     return cost(len(own), parts, homes)
 
 

@@ -89,14 +89,12 @@ def draw(rows: Sequence[Row], planner: str, path: Path) -> None:
     by_ranks = sorted(group(rows, "ranks").items())
     ranks = [key[0] for key, _ in by_ranks]
     for axes, key, what in (
-        (busiest, "busiest", "duplicates sent or received by the busiest rank"),
-        (duplicates, "duplicates", "duplicates in all"),
+        (busiest, "busiest", "D, duplicates of the busiest rank"),
+        (duplicates, "duplicates", "U, all duplicates"),
     ):
-        for name, column, style in (
-            ("pairs", f"pairs_{key}", "s--"),
-            (planner, key, "o-"),
-            ("lower bound", f"{key}_bound", "k:"),
-        ):
+        lines = {"pairs": (f"pairs_{key}", "s--"), "best": (f"best_{key}", "^-")}
+        lines |= {planner: (key, "o-"), "lower bound": (f"{key}_bound", "k:")}
+        for name, (column, style) in lines.items():
             axes.plot(ranks, [mean(own, column) for _, own in by_ranks], style, label=name)
         axes.set(ylabel=f"{what}, mean of layers")
     for way, color in WAYS.items():
