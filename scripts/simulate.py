@@ -118,20 +118,16 @@ def data_sets(
         single = args.experts[0] if args.experts and len(args.experts) == 1 else None
         sets = read(args.data, single)
         sets += [together(sets, names) for names in args.together]
+        unfit = []
         for one in sets:
-            fitting = [ranks for ranks in args.ranks if one.experts % ranks == 0]
-            if not fitting:
-                raise DataError(
-                    f"{args.data}: {one.name} has {one.experts} experts, "
-                    f"no multiple of --ranks {','.join(map(str, args.ranks))}"
-                )
-            unfit = sorted(set(args.ranks) - set(fitting))
-            if unfit:
-                ranks_text = ", ".join(map(str, unfit))
-                say(
-                    f"{one.name}: {one.experts} experts, no multiple of {ranks_text}: skipped there"
-                )
-            yield from ((ranks, one) for ranks in fitting)
+            yield from ((ranks, one) for ranks in args.ranks if one.experts % ranks == 0)
+            others = [str(ranks) for ranks in args.ranks if one.experts % ranks]
+            if others:
+                what = f"{one.name} has {one.experts} experts, no multiple of {', '.join(others)}"
+                say(f"{what}: skipped there")
+                unfit += [what] * (len(others) == len(args.ranks))
+        if len(unfit) == len(sets):
+            raise DataError(f"{args.data}: {unfit[0]} (--ranks)")
     for kind in args.synthetic:
         for experts in args.experts or [256, 896]:
             drawn = Synthetic(

@@ -74,7 +74,7 @@ def test_rows_of_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     expected = [("a_topk.npy", layer, ranks) for ranks in (4, 8, 16) for layer in range(3)]
     expected += [(name, 0, ranks) for name in ("b.npy", "c.json") for ranks in (4, 8)]
     assert found == expected
-    assert "b.npy: 8 experts, no multiple of 16: skipped there" in said
+    assert "b.npy has 8 experts, no multiple of 16: skipped there" in said
     assert "b.npy: layer 1 has no routed rows: skipped" in said
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     totals = {"a_topk.npy": [np.bincount(layer.ravel(), minlength=16) for layer in ids]}
@@ -109,16 +109,21 @@ def test_ids_of_absent_choices_and_experts_that_nobody_chose(tmp_path: Path) -> 
 
 
 def test_data_sets_together(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
     for name, rows in (("a.json", [[1, 2]]), ("b.json", [[5, 6]]), ("c.json", [[1, 2, 3, 4]])):
-        write(tmp_path / name, {"logical_count": rows})
-    sets = read(tmp_path)
+        write(data / name, {"logical_count": rows})
+    sets = read(data)
     assert together(sets, ["a.json", "b.json"]).total_LE.tolist() == [[6, 8]]
     with pytest.raises(DataError, match=r"there is no d\.json in --data"):
         together(sets, ["a.json", "d.json"])
     with pytest.raises(DataError, match="differ"):
         together(sets, ["a.json", "c.json"])
-    rows = run(tmp_path, "--ranks", 2, "--together", "a.json,b.json", data=tmp_path)
+    rows = run(tmp_path, "--ranks", 2, "--together", "a.json,b.json", data=data)
     assert [row["data"] for row in rows][-1] == "a.json+b.json"
+    # one file that fits is enough
+    rows = run(tmp_path, "--ranks", 4, data=data)
+    assert [row["data"] for row in rows] == ["c.json"]
 
 
 def test_synthetic_routing_comes_from_its_seed(tmp_path: Path) -> None:
@@ -153,7 +158,11 @@ def test_synthetic_routing_comes_from_its_seed(tmp_path: Path) -> None:
         ("a.json", '{"logical_count": [[1, NaN]]}', "logical_count: layer 0, expert 1 has nan"),
         ("a.json", {"logical_count": [[1, 0.5]]}, "layer 0, expert 1 has 0.5 rows: give a whole"),
         ("a.json", {"logical_count": [[1, 2**40]]}, "layer 0, expert 1 has 1099511627776"),
-        ("a.json", {"logical_count": [[1, 2, 3]]}, "a.json has 3 experts, no multiple of --ranks"),
+        (
+            "a.json",
+            {"logical_count": [[1, 2, 3]]},
+            r"a.json has 3 experts, no multiple of 2 \(--ranks\)",
+        ),
         ("a.json", {"logical_count": [[0, 0]]}, "no layer has routed rows"),
         ("a.npy", np.zeros(4, dtype=int), r"a.npy: the array has shape \[4\]"),
         ("a.npy", np.zeros((1, 0), dtype=int), r"a.npy: the array has shape \[1, 0\]"),
