@@ -9,14 +9,22 @@ the distributed optimizer, schedules, checkpoints. The text is bytes of Python's
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import logging
 import os
+import signal
+import sys
 import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+if sys.platform == "linux" and "RANK" in os.environ:
+    # A rank must not outlive torchrun, which may end before it can pass a signal on; and the
+    # imports below take seconds. 1 is PR_SET_PDEATHSIG.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 import torch
 import torch.distributed as dist
