@@ -108,8 +108,9 @@ class _ExpertMLP(torch.autograd.Function):
         pre_NF1 = receive_MH.new_empty(rows, call.slots.fc1.shape[1])
         out_NH = receive_MH.new_empty(rows, call.slots.fc2.shape[1])
         index = call.route.source_row_N
+        runs = call.home.runs()
         _push_all(call, backward=False)
-        for weights, bounds in _launches(call, FC1):
+        for weights, bounds in _launches(call, runs, FC1):
             gemm.rows_times_weights(receive_MH, weights, pre_NF1, bounds, index)
         ctx.call = call
         # Parameters ask for gradients also where none are recorded.
@@ -119,7 +120,7 @@ class _ExpertMLP(torch.autograd.Function):
         call.backend.free_receive()
         a = call.computed_rows(rows)
         act_NF = call.activation.forward(pre_NF1[:a], probs_N[:a])
-        for weights, bounds in _launches(call, FC2):
+        for weights, bounds in _launches(call, runs, FC2):
             gemm.rows_times_weights(act_NF, weights, out_NH, bounds, None)
         _free_all(call)
         call.backend.join()
@@ -136,16 +137,15 @@ class _ExpertMLP(torch.autograd.Function):
             call.backend.free_receive()
             receive_MH = call.dispatch_again()
         sweep = _Backward(call, receive_MH, probs_N, pre_NF1, d_sums_MH.contiguous())
-        gradients = [
-            HomeGradient(projection, other, call.home.order(), fused=call.fused)
-            for projection, other in _both_ways(call.home.fc1, call.home.fc2)
-        ]
-        sweep.run(*gradients)
+        fc1, fc2, order = call.home.fc1, call.home.fc2, call.home.order()
+        grad1 = HomeGradient(fc1, fc2, order, fused=call.fused)
+        grad2 = HomeGradient(fc2, fc1, order, fused=call.fused)
+        sweep.run(grad1, grad2)
         call.backend.free_receive()
         d_receive_MH = None
         if gather_follows(ctx):
             d_receive_MH = call.backend.presum(call.route, sweep.d_x_NH, sweep.d_probs_N)
-        returned = gradients[0].returned() + gradients[1].returned()
+        returned = grad1.returned() + grad2.returned()
         return None, d_receive_MH, sweep.d_probs_N, *returned
 
 
@@ -169,7 +169,7 @@ class _Backward:
     def __init__(
         self, call: ExpertCall, receive_MH: Tensor, probs_N: Tensor, pre_NF1: Tensor, d_sums: Tensor
     ) -> None:
-        self.call = call
+        self.call, self.runs = call, call.home.runs()
         self.receive_MH, self.d_sums_MH = receive_MH, d_sums
         self.probs_N, self.pre_NF1 = probs_N, pre_NF1
         rows, f = probs_N.shape[0], call.slots.fc2.shape[2]
@@ -180,7 +180,7 @@ class _Backward:
         """All of it. Pulls and home weight gradients never add to one parameter together."""
         call, index = self.call, self.call.route.source_row_N
         _push_all(call, backward=True)
-        for weights, bounds in _launches(call, FC2, backward=True):
+        for weights, bounds in _launches(call, self.runs, FC2, backward=True):
             gemm.rows_times_weights(self.d_sums_MH, weights.mT, self.d_act_NF, bounds, index)
         self._activation()
         self._home_weights(FC2, fc2)
@@ -188,7 +188,7 @@ class _Backward:
             self._slot_weights(wave)
             targets = (fc1.pulled_into(), fc2.pulled_into())
             call.backend.pull_gradients(call.route, wave, call.slots, targets)
-        for weights, bounds in _launches(call, FC1, backward=True):
+        for weights, bounds in _launches(call, self.runs, FC1, backward=True):
             gemm.rows_times_weights(self.d_pre_NF1, weights.mT, self.d_x_NH, bounds, None)
         _free_all(call)
         call.backend.join()
@@ -203,7 +203,7 @@ class _Backward:
         self.d_probs_N = F.pad(d_probs, (0, self.probs_N.shape[0] - a))
 
     def _home_weights(self, projection: int, gradient: HomeGradient) -> None:
-        for run in self.call.home.runs():
+        for run in self.runs:
             into = gradient.of_run(run, run.grad1 if projection == FC1 else run.grad2)
             bounds = self.call.bounds(run.first, run.count)
             self._weights(projection, into, bounds, accumulate=True)
@@ -228,13 +228,13 @@ class _Backward:
 
 
 def _launches(
-    call: ExpertCall, projection: int, *, backward: bool = False
+    call: ExpertCall, runs: list[Run], projection: int, *, backward: bool = False
 ) -> Iterator[tuple[Tensor, Bounds]]:
     """Weights [g, out, in] and bounds of every launch of one projection: home, then slots.
 
     A launch over slots is yielded when work queued from there on may read them.
     """
-    for run in call.home.runs():
+    for run in runs:
         weights = run.fc1 if projection == FC1 else run.fc2
         yield weights, call.bounds(run.first, run.count)
     slots = call.slots.weights(projection)
@@ -333,10 +333,6 @@ class HomeGradient:
     def _own_by_expert(self) -> list[Tensor]:
         assert self.own is not None
         return [self.own[self.place[expert]] for expert in range(len(self.place))]
-
-
-def _both_ways(fc1: Projection, fc2: Projection) -> tuple[tuple[Projection, Projection], ...]:
-    return (fc1, fc2), (fc2, fc1)
 
 
 _dummies: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}

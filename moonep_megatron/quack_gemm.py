@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moonep_megatron.tiles import tile
-
+# Tile of a block, blocks of a cluster, schedule: quack's own default. Fixed, never timed while
+# training, so that all ranks and runs choose alike.
+TILE = {"tile_M": 128, "tile_N": 192, "cluster_M": 2, "cluster_N": 1, "pingpong": True}
 DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 8  # elements: rows of 16 bytes
 
@@ -58,14 +59,13 @@ def add_weight_gradients(
 def _launch(a: Tensor, b: Tensor, out: Tensor, index: Tensor | None, **varlen: object) -> None:
     from quack.gemm import gemm  # noqa: PLC0415 - needs a GPU build of the package
 
-    weight_gradient = "cu_seqlens_k" in varlen
     gemm(
         a,
         b,
         out,
         None,
         torch.zeros(1, dtype=torch.int32, device=a.device),
-        **tile(out.shape, gathered=index is not None, weight_gradient=weight_gradient)._asdict(),
+        **TILE,
         is_dynamic_persistent=True,
         A_idx=index,
         **varlen,

@@ -189,8 +189,8 @@ def test_missing_package_is_named_with_what_to_install(monkeypatch):
 
 def _count_gathers(backend):
     gathers = []
-    gather = choice._gather
-    choice._gather = lambda group, mine: gathers.append(mine) or gather(group, mine)
+    gather = choice.gather_objects
+    choice.gather_objects = lambda group, mine: gathers.append(mine) or gather(group, mine)
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     for group in groups:
         for _ in range(3):

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moonep_megatron.plan import Plan
+from moonep_megatron.plan import Plan, plan_hash
 from moonep_megatron.slots import SlotPool, SlotShape
 
 # Row boundaries of consecutive groups: integers on the host, or int32 on the device, 16-byte
@@ -40,7 +41,7 @@ class Choices:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
+class Route(ABC):
     """Everything one pass of one layer needs after its exchange, forward and backward.
 
     Kept in the autograd contexts of that pass, so any number of microbatches may be in flight.
@@ -64,13 +65,13 @@ class Route:
     max_tokens: int
     waves: int
 
+    @abstractmethod
     def bounds(self, first: int, count: int) -> Bounds:
         """Row boundaries of this rank's groups first .. first + count (home, then foreign)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def starts_G1(self) -> list[int]:
         """The 2n + 1 boundaries of all groups on the host, which may have to wait for them."""
-        raise NotImplementedError
 
 
 class Backend(ABC):
@@ -233,6 +234,24 @@ class Backend(ABC):
 
     def join(self) -> None:
         """Let work queued from here on begin when pushes and pulls of this rank are done."""
+
+
+def gather_objects[T](group: dist.ProcessGroup, mine: T) -> list[T]:
+    """What every rank of a group says, by rank; waits for all of them."""
+    everyone: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone  # type: ignore[return-value]
+
+
+def compare_plans(group: dist.ProcessGroup, plan: Plan) -> None:
+    """Debugging: the same plan on every rank of a group; waits for all of them.
+
+    Raises:
+        RuntimeError: on all ranks, when their plans differ.
+    """
+    hashes = gather_objects(group, plan_hash(plan))
+    if len(set(hashes)) > 1:
+        raise RuntimeError(f"expert-parallel ranks derived different plans, hashes {hashes}")
 
 
 def compact(routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from moonep_megatron.backends.base import gather_objects
+
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _PACKAGES = ("cutlass", "tvm_ffi", "quack")
 _TRIAL_BYTES = 4096
@@ -87,11 +89,11 @@ def _beyond_limits(
 
 def _ask_machines(group: dist.ProcessGroup) -> str | None:
     """Machines, then devices, then memory; a later step only where no rank has a reason yet."""
-    places = _gather(group, _place())
+    places = gather_objects(group, _place())
     reason = _by_rank([place.problem for place in places]) or _hosts(places) or _shared(places)
     if reason is not None:
         return reason
-    reason = _by_rank(_gather(group, _no_peer_access(places)))
+    reason = _by_rank(gather_objects(group, _no_peer_access(places)))
     if reason is not None:
         return reason
     import torch.distributed._symmetric_memory as symm_mem  # noqa: PLC0415
@@ -103,8 +105,10 @@ def _ask_machines(group: dist.ProcessGroup) -> str | None:
         trial.append(symm_mem.empty(_TRIAL_BYTES, dtype=torch.uint8, device=device))
 
     # Two steps, so that no rank waits in a rendezvous for one that has no memory to bring.
-    return _by_rank(_gather(group, _attempt("allocate symmetric memory", allocate))) or _by_rank(
-        _gather(
+    return _by_rank(
+        gather_objects(group, _attempt("allocate symmetric memory", allocate))
+    ) or _by_rank(
+        gather_objects(
             group,
             _attempt("map the peers' memory", lambda: symm_mem.rendezvous(trial[0], group)),
         )
@@ -180,13 +184,6 @@ def _attempt(what: str, action: Callable[[], object]) -> str | None:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _gather[T](group: dist.ProcessGroup, mine: T) -> list[T]:
-    """What every rank says, by rank."""
-    everyone: list[T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone  # type: ignore[return-value]
 
 
 def _by_rank(reasons: list[str | None]) -> str | None:

@@ -19,8 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moonep_megatron.backends import faults
-from moonep_megatron.backends.base import Backend, Choices, Route, first_entry, receive_rows
-from moonep_megatron.plan import Plan, destinations, make_plan, plan_hash
+from moonep_megatron.backends.base import (
+    Backend,
+    Choices,
+    Route,
+    compare_plans,
+    first_entry,
+    receive_rows,
+)
+from moonep_megatron.plan import Plan, destinations, make_plan
 from moonep_megatron.slots import SlotPool
 
 
@@ -109,7 +116,7 @@ class CollectiveBackend(Backend):
             counts_RE, planner=self.planner, slots=self.slots, home_order_Rn=home_order_Rn.cpu()
         )
         if self.check_plan:
-            self._compare_hashes(plan, ids_sK.device)
+            compare_plans(self.group, plan)
         return self._route(plan, counts_RE, ids_sK)
 
     @override
@@ -238,12 +245,6 @@ class CollectiveBackend(Backend):
                 raise ValueError(words(faults.EXCESS_CHOICES, rank, excess, 0))
             if self.max_tokens is not None and tokens > self.max_tokens:
                 raise ValueError(words(faults.TOO_MANY_TOKENS, rank, tokens, self.max_tokens))
-
-    def _compare_hashes(self, plan: Plan, device: torch.device) -> None:
-        mine = torch.tensor([plan_hash(plan)], dtype=torch.int64, device=device)
-        hashes = self._all_gather(mine).flatten().tolist()
-        if len(set(hashes)) > 1:
-            raise RuntimeError(f"expert-parallel ranks derived different plans, hashes {hashes}")
 
     def _route(self, plan: Plan, counts_RE: Tensor, ids_sK: Tensor) -> CollectiveRoute:
         """Derive what this rank sends, tell every rank, and lay out what arrives."""

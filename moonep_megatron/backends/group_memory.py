@@ -198,13 +198,13 @@ class GroupMemory:
 
     def _warm_rows(self, rows: RowMemory, shape: RowShape) -> None:
         """Launch every kernel of rows once, with no tokens."""
-        most, grouped = rows.receive.shape[0], rows.source_row.shape[0]
         none = torch.empty(0, shape.topk, dtype=torch.int32, device=self.device)
         nothing = torch.empty(0, shape.width, dtype=shape.dtype, device=self.device)
         no_probs = torch.empty(0, shape.topk, device=self.device)
-        rows_of = torch.full((most, shape.topk), -1, dtype=torch.int32, device=self.device)
-        source_row = torch.full((grouped,), -1, dtype=torch.int32, device=self.device)
-        grouped_rows = torch.empty(grouped, shape.width, dtype=shape.dtype, device=self.device)
+        # One row, which is no token's.
+        rows_of = torch.full((1, shape.topk), -1, dtype=torch.int32, device=self.device)
+        source_row = torch.full((1,), -1, dtype=torch.int32, device=self.device)
+        grouped_rows = torch.empty(1, shape.width, dtype=shape.dtype, device=self.device)
         cap = torch.zeros((), dtype=torch.int32, device=self.device)
         self._one_by_one(
             [

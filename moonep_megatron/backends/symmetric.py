@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, override
+from typing import override
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moonep_megatron.backends import faults
 from moonep_megatron.backends.addresses import Addresses
-from moonep_megatron.backends.base import Backend, Choices, Route
+from moonep_megatron.backends.base import Backend, Choices, Route, compare_plans, gather_objects
 from moonep_megatron.backends.group_memory import (
     CountMemory,
     RowShape,
@@ -41,7 +41,6 @@ from moonep_megatron.kernels.gather import gather
 from moonep_megatron.kernels.plan import Planner
 from moonep_megatron.kernels.presum import presum
 from moonep_megatron.kernels.rows import RowMemory
-from moonep_megatron.plan import Plan, plan_hash
 from moonep_megatron.slots import SlotPool, SlotShape
 
 # Measured on two H200s: rows need 16 SMs to fill the link, a push 8, a pull 12.
@@ -106,8 +105,7 @@ class SymmetricBackend(Backend):
 
     @override
     def publish_home_order(self, order_n: Tensor) -> Tensor:
-        orders: list[Any] = [None] * self.size
-        dist.all_gather_object(orders, order_n.tolist(), group=self.group)
+        orders = gather_objects(self.group, order_n.tolist())
         return torch.tensor(orders, dtype=torch.int32, device=self.device)
 
     @override
@@ -122,7 +120,7 @@ class SymmetricBackend(Backend):
         rank_sK, row_sK = destinations(made, ids, places, exchanged.first_CE, self.rank)
         plan = plan_of(made)
         if self.check_plan:
-            self._compare_hashes(plan)
+            compare_plans(self.group, plan)
         homes = experts // self.size
         starts = plan.group_start_RG1[self.rank].index_select(0, self._shifted)
         if tokens > max_tokens:
@@ -322,9 +320,7 @@ class SymmetricBackend(Backend):
     def _agreed_max_tokens(self, tokens: int) -> int:
         """S; without one given, the most tokens of any rank at the first exchange with tokens."""
         if self.max_tokens is None:
-            everyone: list[int] = [0] * self.size
-            dist.all_gather_object(everyone, tokens, group=self.group)
-            self.max_tokens = max(everyone) or None
+            self.max_tokens = max(gather_objects(self.group, tokens)) or None
         # Kernels need memory to point to, also when no rank has brought a token yet.
         return self.max_tokens or 1
 
@@ -369,12 +365,6 @@ class SymmetricBackend(Backend):
     def _rows(self, route: Route, rows: Tensor) -> RowMemory:
         shape = RowShape(route.max_tokens, route.topk, rows.shape[1], rows.dtype)
         return self.memory.rows(shape)
-
-    def _compare_hashes(self, plan: Plan) -> None:
-        hashes: list[Any] = [None] * self.size
-        dist.all_gather_object(hashes, plan_hash(plan), group=self.group)
-        if len(set(hashes)) > 1:
-            raise RuntimeError(f"expert-parallel ranks derived different plans, hashes {hashes}")
 
 
 def _only(duplicates: Duplicates, projections: Iterable[int]) -> Duplicates:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import gc
 import importlib
-import multiprocessing as mp
 import os
-import socket
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_ranks import Listener
 
 # Section and the module that has its bench_<section>; imported late, so that a broken kernel costs
 # its own section only.
@@ -32,9 +31,8 @@ SECTIONS = {
     "pull": "weights",
     "plan": "plan",
 }
-# Seconds without a word from any rank until they are ended, and those left to the others once one
-# has failed.
-SILENCE, GRACE = 75, 3
+# Seconds without a word from any rank until they are ended.
+SILENCE = 75
 
 
 @dataclass(frozen=True, order=True)
@@ -82,10 +80,15 @@ def run(
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if options.same_gpu:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    listeners = {"start": on_start, "row": on_row}
+
+    def on_word(kind: str, what: Any) -> None:
+        listeners[kind](what)
+
     failures: dict[str, str] = {}
     todo = list(sections)
     while todo:
-        listener = _Listener(options, todo, on_start, on_row)
+        listener = Listener(options.ranks, _rank, (options, todo), on_word, SILENCE)
         listener.listen()
         if not listener.errors:
             break
@@ -94,73 +97,6 @@ def run(
             break
         todo = todo[todo.index(listener.current) + 1 :]
     return failures
-
-
-class _Listener:
-    """One set of processes."""
-
-    def __init__(
-        self,
-        options: Options,
-        sections: list[str],
-        on_start: Callable[[str], None],
-        on_row: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self.on_start, self.on_row = on_start, on_row
-        self.current: str | None = None
-        self.errors: list[str] = []
-        self._ended: set[int] = set()
-        context = mp.get_context("spawn")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self._pipes: dict[Connection, int] = {}
-        self._processes = []
-        for rank in range(options.ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank, args=(rank, port, options, sections, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes[ours] = rank
-            self._processes.append(process)
-
-    def listen(self) -> None:
-        """Until all ranks have ended, one way or the other."""
-        try:
-            while self._pipes:
-                ready = wait(list(self._pipes), timeout=GRACE if self.errors else SILENCE)
-                if not ready:
-                    if not self.errors:
-                        self.errors.append(f"no word from any rank for {SILENCE} s")
-                    break
-                for pipe in ready:
-                    self._read(pipe)
-        finally:
-            for process in self._processes:
-                if self.errors:
-                    process.kill()
-                process.join()
-
-    def _read(self, pipe: Connection) -> None:
-        rank = self._pipes[pipe]
-        try:
-            kind, what = pipe.recv()
-        except EOFError:
-            del self._pipes[pipe]
-            if rank not in self._ended and not self.errors:
-                self.errors.append(f"rank {rank} ended without a word")
-            return
-        if kind == "start":
-            self.current = what
-            self.on_start(what)
-        elif kind == "row":
-            self.on_row(what)
-        elif kind == "failed":
-            self.errors.append(f"rank {rank}: {what}")
-        elif kind == "end":
-            self._ended.add(rank)
 
 
 def _rank(rank: int, port: int, options: Options, sections: list[str], pipe: Connection) -> None:

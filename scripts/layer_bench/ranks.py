@@ -6,24 +6,20 @@ its processes, and those behind it run in new ones.
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
-import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
+from bench_ranks import Listener, Say
 
 from layer_bench.options import Options, Shape, Variant, variants
 
-# Seconds without a word until all are ended: kernels may have to be compiled. Seconds left to the
-# other ranks once one has failed.
-SILENCE, GRACE = 240, 3
-Say = Callable[[str, Any], None]
+# Seconds without a word until all are ended: kernels may have to be compiled.
+SILENCE = 240
 
 
 def run(options: Options, on_word: Say) -> dict[str, str]:
@@ -39,77 +35,15 @@ def run(options: Options, on_word: Say) -> dict[str, str]:
     for shape in options.shapes:
         todo = variants(options.dispatchers, options.experts)
         while todo:
-            listener = _Listener(options, shape, todo, on_word)
+            listener = Listener(options.ranks, _rank, (options, shape, todo), on_word, SILENCE)
             listener.listen()
             if not listener.errors:
                 break
-            failures[f"{shape.name} {listener.current}"] = "\n".join(listener.errors)
+            failures[f"{shape.name} {listener.current or 'start'}"] = "\n".join(listener.errors)
             if listener.current not in todo:  # at the start, or when all had been timed
                 break
             todo = todo[todo.index(listener.current) + 1 :]
     return failures
-
-
-class _Listener:
-    """One set of processes."""
-
-    def __init__(
-        self, options: Options, shape: Shape, todo: Sequence[Variant], on_word: Say
-    ) -> None:
-        self.on_word = on_word
-        self.current: Variant | str = "start"
-        self.errors: list[str] = []
-        self._ended: set[int] = set()
-        context = mp.get_context("spawn")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self._pipes: dict[Connection, int] = {}
-        self._processes = []
-        for rank in range(options.ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank, args=(rank, port, options, shape, todo, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes[ours] = rank
-            self._processes.append(process)
-
-    def listen(self) -> None:
-        """Until all ranks have ended, one way or the other."""
-        try:
-            while self._pipes:
-                ready = wait(list(self._pipes), timeout=GRACE if self.errors else SILENCE)
-                if not ready:
-                    if not self.errors:
-                        self.errors.append(f"no word from any rank for {SILENCE} s")
-                    break
-                for pipe in ready:
-                    self._read(pipe)
-        finally:
-            for process in self._processes:
-                if self.errors:
-                    process.kill()
-                process.join()
-
-    def _read(self, pipe: Connection) -> None:
-        rank = self._pipes[pipe]
-        try:
-            kind, what = pipe.recv()
-        except EOFError:
-            del self._pipes[pipe]
-            if rank not in self._ended and not self.errors:
-                self.errors.append(f"rank {rank} ended without a word")
-            return
-        if kind == "failed":
-            self.errors.append(f"rank {rank}: {what}")
-        elif kind == "end":
-            self._ended.add(rank)
-        else:
-            if kind == "start":
-                self.current = what
-            self.on_word(kind, what)
 
 
 def _rank(
