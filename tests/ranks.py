@@ -11,6 +11,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -27,6 +29,11 @@ PRELOAD = [
     "megatron.core.distributed",
     "megatron.core.optimizer",
     "megatron.core.dist_checkpointing",
+    # What enable() imports, and what test modules do.
+    "megatron.training.arguments",
+    "moonep_megatron.layer",
+    "pytest",
+    "hypothesis",
 ]
 
 
@@ -61,22 +68,29 @@ def run_ranks(
     layout: Layout | None = None,
     timeout: float = 60.0,
     failures: bool = False,
+    joined: bool = True,
 ) -> list[Any]:
     """Call ``function(*args)`` on ``world`` ranks and return the results in rank order.
 
     ``function`` must be importable by name; its result must be picklable. With ``layout`` (default
     ``Layout(ep=world)``) Megatron's groups exist during the call. With ``failures`` an exception
-    of a rank comes back as a ``Failure`` in its place instead of ending the call. Raises
+    of a rank comes back as a ``Failure`` in its place instead of ending the call. Without
+    ``joined`` the function joins by itself, from the environment that torchrun gives. Raises
     ``RankError`` for the first rank that failed, died without an answer, or exceeded ``timeout``.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         pipes, processes = [], []
+        layout = layout or Layout(ep=world)
+        port = None if joined else _free_port()
         for rank in range(world):
             ours, theirs = context.Pipe()
-            job = (rank, world, layout or Layout(ep=world), folder, timeout, function, args)
-            process = context.Process(target=_rank_main, args=(theirs, *job))
+            if port is None:
+                join = partial(start, rank, world, layout, f"file://{folder}/rendezvous", timeout)
+            else:
+                join = partial(_like_torchrun, rank, world, port)
+            process = context.Process(target=_rank_main, args=(theirs, join, function, args))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -119,13 +133,21 @@ def _end(processes: list[Any], pipes: list[Connection]) -> None:
         pipe.close()
 
 
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _like_torchrun(rank: int, world: int, port: int) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
 def _rank_main(
     pipe: Connection,
-    rank: int,
-    world: int,
-    layout: Layout,
-    folder: str,
-    timeout: float,
+    join: Callable[[], None],
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -133,7 +155,7 @@ def _rank_main(
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setsid()
     try:
-        start(rank, world, layout, f"file://{folder}/rendezvous", timeout)
+        join()
         answer = function(*args)
     except BaseException as error:
         answer = Failure(type(error).__name__, str(error), traceback.format_exc())
