@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import sys
 import types
 import weakref
@@ -82,8 +83,17 @@ def test_auto_takes_symmetric_where_every_rank_can():
     sizes = {"topk": 8, "hidden": 64, "ffn": 24, "dtype": torch.bfloat16}
     answers = _on(2, {}, sizes=sizes, num_sms=12, timeout=7.5, slots=3, planner="peel")
     options = {"num_experts": 8, "slots": 3, "planner": "peel", "max_tokens": None}
-    options |= {"check_plan": False, "num_sms": 12, "timeout": 7.5}
+    options |= {"check_plan": False, "num_sms": 12, "sharing": 1, "timeout": 7.5}
     assert answers == [("FakeSymmetric", options, [])] * 2
+
+
+def _on_one_gpu():
+    os.environ[choice.OVERLAPPING] = "1"
+    return _make({"uuid": {0: "same", 2: "same"}}, {}, {})
+
+
+def test_ranks_that_share_a_gpu_are_told_to_share_its_sms():
+    assert [options["sharing"] for _, options, _ in run_ranks(3, _on_one_gpu)] == [2] * 3
 
 
 def test_slots_default_to_the_home_experts_and_redispatch_passes():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moonep_megatron.backends.base import Backend
-from moonep_megatron.backends.choice import why_not_symmetric
+from moonep_megatron.backends.choice import ranks_on_a_gpu, why_not_symmetric
 from moonep_megatron.backends.collective import CollectiveBackend
 from moonep_megatron.config import MoonEPConfig
 
@@ -74,6 +74,7 @@ def _symmetric(config: MoonEPConfig, group: dist.ProcessGroup, num_experts: int)
         max_tokens=config.max_tokens,
         check_plan=config.check_plan,
         num_sms=config.num_sms,
+        sharing=ranks_on_a_gpu(group),
         timeout=config.timeout,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,17 @@ OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _PACKAGES = ("cutlass", "tvm_ffi", "quack")
 _TRIAL_BYTES = 4096
 
+
+@dataclass(frozen=True)
+class Answer:
+    """Why the machine cannot, or None; and the most ranks of the group that one GPU has."""
+
+    reason: str | None
+    sharing: int = 1
+
+
 # Weak in the group, so that a destroyed group is forgotten.
-_answers: WeakKeyDictionary[dist.ProcessGroup, str | None] = WeakKeyDictionary()
+_answers: WeakKeyDictionary[dist.ProcessGroup, Answer] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -54,12 +64,21 @@ def why_not_symmetric(
         hidden, ffn: H and F, widths of a row and of an expert.
         dtype: of rows and weights.
     """
-    if group not in _answers:
-        _answers[group] = _ask_machines(group)
-    # Only behind it: the limits are the kernels' own, which need the packages.
-    return _answers[group] or _beyond_limits(
+    # The limits come second: they are the kernels' own, which need the packages.
+    return _answer(group).reason or _beyond_limits(
         dist.get_world_size(group), num_experts, topk, {"hidden": hidden, "FFN": ffn}, dtype
     )
+
+
+def ranks_on_a_gpu(group: dist.ProcessGroup) -> int:
+    """The most ranks of the group on one GPU; above 1 in tests only. Collective as the above."""
+    return _answer(group).sharing
+
+
+def _answer(group: dist.ProcessGroup) -> Answer:
+    if group not in _answers:
+        _answers[group] = _ask_machines(group)
+    return _answers[group]
 
 
 def _beyond_limits(
@@ -87,15 +106,16 @@ def _beyond_limits(
     return "; ".join(found) or None
 
 
-def _ask_machines(group: dist.ProcessGroup) -> str | None:
+def _ask_machines(group: dist.ProcessGroup) -> Answer:
     """Machines, then devices, then memory; a later step only where no rank has a reason yet."""
     places = gather_objects(group, _place())
     reason = _by_rank([place.problem for place in places]) or _hosts(places) or _shared(places)
-    if reason is not None:
-        return reason
-    reason = _by_rank(gather_objects(group, _no_peer_access(places)))
-    if reason is not None:
-        return reason
+    reason = reason or _by_rank(gather_objects(group, _no_peer_access(places)))
+    reason = reason or _try_memory(group)
+    return Answer(reason, max(Counter(place.device for place in places).values()))
+
+
+def _try_memory(group: dist.ProcessGroup) -> str | None:
     import torch.distributed._symmetric_memory as symm_mem  # noqa: PLC0415
 
     trial: list[torch.Tensor] = []

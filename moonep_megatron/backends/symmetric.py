@@ -58,6 +58,8 @@ class SymmetricBackend(Backend):
         max_tokens: S, or None to agree on the most tokens of any rank at the first exchange.
         check_plan: compare the plan's hash across ranks in every exchange (debugging; waits).
         num_sms: most SMs that a kernel of rows may use; pushes and pulls take fewer.
+        sharing: ranks on this GPU, above 1 in tests only. They divide its SMs, because kernels
+            that wait for another rank must leave it some.
         timeout: seconds that a kernel waits for another rank.
     """
 
@@ -75,6 +77,7 @@ class SymmetricBackend(Backend):
         max_tokens: int | None = None,
         check_plan: bool = False,
         num_sms: int | None = None,
+        sharing: int = 1,
         timeout: float = 300.0,
     ) -> None:
         self.group = group
@@ -86,10 +89,13 @@ class SymmetricBackend(Backend):
         self.check_plan = check_plan
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.memory = group_memory(group, self.device, timeout)
-        most = num_sms or ROW_SMS
-        self.row_sms, self.push_sms, self.pull_sms = most, min(most, PUSH_SMS), min(most, PULL_SMS)
         # The pre-sum moves nothing between ranks, so it may use the whole GPU.
-        self.all_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.all_sms = max(1, sms // sharing)
+        most = num_sms or ROW_SMS
+        if sharing > 1:  # a row kernel, a push and a pull together leave a quarter
+            most = max(1, min(most, self.all_sms // 4))
+        self.row_sms, self.push_sms, self.pull_sms = most, min(most, PUSH_SMS), min(most, PULL_SMS)
         self._planner_name = planner
         self._planners: dict[int, Planner] = {}
         self._addresses = Addresses(num_experts // self.size, self.device)
