@@ -91,10 +91,11 @@ class SymmetricBackend(Backend):
         self.memory = group_memory(group, self.device, timeout)
         # The pre-sum moves nothing between ranks, so it may use the whole GPU.
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.all_sms = max(1, sms // sharing)
         most = num_sms or ROW_SMS
-        if sharing > 1:  # a row kernel, a push and a pull together leave a quarter
-            most = max(1, min(most, self.all_sms // 4))
+        if sharing > 1:  # waiting pre-sums leave half, a row kernel, a push and a pull together 3/8
+            sms = max(1, sms // (2 * sharing))
+            most = max(1, min(most, 5 * sms // 12))
+        self.all_sms = sms
         self.row_sms, self.push_sms, self.pull_sms = most, min(most, PUSH_SMS), min(most, PULL_SMS)
         self._planner_name = planner
         self._planners: dict[int, Planner] = {}
