@@ -18,7 +18,9 @@ class Case:
     """One problem. ``tokens`` and ``routing`` have one entry a microbatch, all in flight at once.
 
     ``ep`` defaults to all ranks. ``grads`` is where weight gradients end: "plain" (``.grad``),
-    "main_grad", "fused", "bf16_main_grad" (the last three under Megatron's DDP).
+    "main_grad", "fused", "bf16_main_grad" (the last three under Megatron's DDP). ``form`` is whose
+    weights: "sequential" (SequentialMLP), "grouped" and "single" (stand-ins of Transformer Engine's
+    grouped modules, one weight an expert or one for all), "te" (Transformer Engine's own; GPUs).
     """
 
     name: str

@@ -103,8 +103,9 @@ def build(case: Case, dispatcher: str) -> nn.Module:
 
         most = max(max(tokens) for tokens in case.tokens_mr)
         enable(MoonEPConfig(**({"max_tokens": max(most, 1)} | dict(case.moonep))))
-    spec = get_moe_module_spec(use_te=False, num_experts=case.experts)
-    if case.form != "sequential":
+    te = case.form == "te"
+    spec = get_moe_module_spec(use_te=te, num_experts=case.experts, moe_grouped_gemm=te)
+    if case.form in ("grouped", "single"):
         single = case.form == "single"
         spec.keywords["submodules"].experts = partial(TEGroupedMLP, single_weight=single)
     groups = ProcessGroupCollection.use_mpu_process_groups()

@@ -7,6 +7,7 @@ memory that passes share has been filled with NaN by another pass.
 
 import dataclasses
 import time
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.timeout(900)
 
 SIZES = (1, 2, 4, 8)
 SKEWS = ("hot_expert", "hot_rank", "last_rank", "two_thirds_idle", "uniform", "zipf")
+TE = GPU and find_spec("transformer_engine") is not None
 FORMS = ("sequential", "grouped", "single")
 # The collective backend, in whose place these tests can be tried on CPUs, does not know it.
 REDISPATCH = (("redispatch", True),) if GPU else ()
@@ -139,6 +141,25 @@ def test_every_place_of_gradients(size: int) -> None:
     )
 
 
+@pytest.mark.skipif(not TE, reason="needs Transformer Engine")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_weights_of_transformer_engine(size: int) -> None:
+    """TEGroupedMLP itself, whose products alltoall uses; gradients in every place, under DDP."""
+    check(
+        [
+            layer_case(
+                f"{grads} {dict(ddp)}",
+                size,
+                routing=("hot_rank", "hot_expert"),
+                grads=grads,
+                form="te",
+                ddp=ddp,
+            )
+            for grads, ddp in (("plain", ()), ("main_grad", ()), ("fused", DISTRIBUTED[:-1]))
+        ]
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
 def test_dtypes(dtype: torch.dtype) -> None:
     check(
@@ -231,7 +252,7 @@ def test_optimizer_steps_equal_those_of_alltoall(dtype: torch.dtype) -> None:
         dataclasses.replace(
             base, name=f"{grads} {form} {dict(ddp)}", ddp=ddp, grads=grads, form=form
         )
-        for grads, form in (("main_grad", "sequential"), ("fused", "grouped"))
+        for grads, form in (("main_grad", "sequential"), ("fused", "te" if TE else "grouped"))
         for ddp in (OVERLAP, DISTRIBUTED)
     ]
     close = 2e-5 if dtype == torch.float32 else 2e-2
