@@ -2,17 +2,16 @@
 
 import gc
 import subprocess
-import sys
 import textwrap
 import time
 import weakref
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, batch
-from fresh import python
+from fresh import Warm
 from moe import build
 from ranks import Failure, RankError, run_ranks
 
@@ -172,7 +171,7 @@ def test_a_rank_that_raises_ends_the_run(when: str) -> None:
 
 def test_a_rank_that_hangs_is_named() -> None:
     with pytest.raises(RankError, match=r"gave no answer in|rank \d raised"):
-        run_ranks(2, _one_rank_sleeps, timeout=12)
+        run_ranks(2, _one_rank_sleeps, timeout=8)
 
 
 def _one_rank_sleeps() -> None:
@@ -181,44 +180,15 @@ def _one_rank_sleeps() -> None:
     _forward(Case(name="", routing=("hot_rank",)))
 
 
-SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
-import torch.distributed as dist
-from ranks import Layout, start
-from test_faults import _one_rank_raises
-import os
-start(int(os.environ["RANK"]), 2, Layout(ep=2), "env://", 60.0)
-_one_rank_raises("forward")
-"""
-
-
-def test_torchrun_ends_when_a_rank_raises(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--master-port=0",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",
-    ]
-    done = subprocess.run(
-        [*command, str(script)], check=False, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode != 0
-    assert "deliberate" in done.stderr
-
-
 # --- fault records, written by hand in place of a kernel --------------------------------------
 
-# A process that watches records; BODY says who writes what, and how the main thread fares.
-WATCHED = """
+IMPORTS = """
 import os, sys, time, torch
 from functools import partial
 from moonep_megatron.backends import faults
+"""
+# A process that watches records; BODY says who writes what, and how the main thread fares.
+WATCHED = """
 describe = partial(faults.describe, stages=("exchanged", "dispatched"), num_experts=6, topk=2,
                    timeout=2.0)
 records = [torch.zeros(7, dtype=torch.int32) for _ in range(2)]
@@ -236,8 +206,14 @@ LATE = (
 )
 
 
-def _watching(body: str) -> subprocess.CompletedProcess[str]:
-    return python("-c", WATCHED + textwrap.dedent(body))
+Watching = Callable[[str], subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def watching() -> Iterator[Watching]:
+    warm = Warm(IMPORTS)
+    yield lambda body: warm.run(WATCHED + textwrap.dedent(body))
+    warm.close()
 
 
 # With a slow poll the end of the process is the first to look.
@@ -253,9 +229,9 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("case", ENDINGS)
-def test_a_fault_is_named_once_and_ends_the_process(case: str) -> None:
+def test_a_fault_is_named_once_and_ends_the_process(watching: Watching, case: str) -> None:
     start = time.monotonic()
-    done = _watching("\n".join(ENDINGS[case]))
+    done = watching("\n".join(ENDINGS[case]))
     assert time.monotonic() - start < 50
     assert done.returncode == 1, done
     assert done.stderr.count("moonep_megatron: error") == 1
@@ -265,9 +241,9 @@ def test_a_fault_is_named_once_and_ends_the_process(case: str) -> None:
         assert done.stderr.index("OSError: x") < done.stderr.index(LATE)
 
 
-def test_without_a_fault_a_process_ends_as_it_likes() -> None:
+def test_without_a_fault_a_process_ends_as_it_likes(watching: Watching) -> None:
     """Also when a record is freed, and when the process forks."""
-    done = _watching(
+    done = watching(
         """
         del record, records[0], write.__defaults__, write.__kwdefaults__
         records.clear()
@@ -284,14 +260,14 @@ def test_without_a_fault_a_process_ends_as_it_likes() -> None:
         """
     )
     assert (done.returncode, done.stderr) == (3, "")
-    done = _watching("raise OSError('mine')")
+    done = watching("raise OSError('mine')")
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("OSError: mine")
 
 
-def test_a_forked_child_leaves_the_records_alone() -> None:
+def test_a_forked_child_leaves_the_records_alone(watching: Watching) -> None:
     """They may be memory that only the parent has."""
-    done = _watching(
+    done = watching(
         """
         faults.POLL_SECONDS = 60
         time.sleep(0.1)
@@ -309,8 +285,8 @@ def test_a_forked_child_leaves_the_records_alone() -> None:
     assert done.stderr.count("moonep_megatron: error") == 1
 
 
-def test_a_description_that_fails_does_not_hide_the_fault() -> None:
-    done = _watching(
+def test_a_description_that_fails_does_not_hide_the_fault(watching: Watching) -> None:
+    done = watching(
         """
         faults.watch(records[1], describe=lambda fault: 1 / 0)
         write(*LATE)
