@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, format, types and tests, on CPUs. Arguments go to pytest.
+# Lint, format, types and tests, on CPUs. Arguments go to pytest; -n sets its workers.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
 
@@ -9,4 +9,5 @@ export PATH="$VENV/bin:$PATH"
 ruff check .
 ruff format --check .
 mypy
-pytest "$@"
+# Two workers keep two cores busy; a file stays with one, so its fixtures are made once.
+pytest -n 2 --dist loadfile "$@"
