@@ -1,4 +1,4 @@
-"""Lower bounds on the duplicates of any plan with exact balance. For tests and scripts only.
+"""Lower bounds on the duplicates of any plan, exact or within a slack. For tests and scripts only.
 
 Letters: R expert-parallel ranks, n home experts of a rank, E = R*n. A *duplicate* is a pair (rank,
 foreign expert with rows there). D is the most duplicates that a rank sends or receives, U is all.
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+
+from moonep_megatron.caps import SLACK_UNIT, caps
 
 COMPONENT_RANKS = 16
 """The component bound looks at every set of ranks: up to so many."""
@@ -38,12 +40,16 @@ class Bounds:
         return max(*self.received, *self.sent)
 
 
-def bounds(total_E: Sequence[int], ranks: int) -> Bounds:
+def bounds(total_E: Sequence[int], ranks: int, slack: int = 0) -> Bounds:
     """Bounds of one layer.
+
+    With slack a rank sheds only what is above the most that it may hold, and must hold only what
+    all others at their most leave over; the ranks need not be joined.
 
     Args:
         total_E: rows of every expert, home by home.
         ranks: R, a divisor of E.
+        slack: as of `moonep_megatron.caps.caps`.
 
     Raises:
         ValueError: E is no multiple of ``ranks``.
@@ -52,14 +58,20 @@ def bounds(total_E: Sequence[int], ranks: int) -> Bounds:
         raise ValueError(f"{len(total_E)} experts on {ranks} ranks: not the same number on each")
     total_E = [int(rows) for rows in total_E]
     homes = len(total_E) // ranks
-    share, extra = divmod(sum(total_E), ranks)
-    caps = [share + (d < extra) for d in range(ranks)]
     own = [total_E[d * homes : (d + 1) * homes] for d in range(ranks)]
-    surplus = [sum(home) - cap for home, cap in zip(own, caps, strict=True)]
+    loads, total = [sum(home) for home in own], sum(total_E)
+    most = caps(loads)
+    least = most
+    if slack:
+        high = max(*most, total * (SLACK_UNIT + slack) // (SLACK_UNIT * ranks))
+        most, least = [high] * ranks, [max(total - (ranks - 1) * high, 0)] * ranks
+    above = [load - cap for load, cap in zip(loads, most, strict=True)]
+    below = [load - cap for load, cap in zip(loads, least, strict=True)]
+    joined = ranks <= COMPONENT_RANKS and not slack
     return Bounds(
-        received=receiver_bound(total_E, surplus),
-        sent=sender_bound(own, surplus, max(caps)),
-        component=component_bound(surplus) if ranks <= COMPONENT_RANKS else 0,
+        received=receiver_bound(total_E, below),
+        sent=sender_bound(own, above, max(most)),
+        component=component_bound(above) if joined else 0,
     )
 
 

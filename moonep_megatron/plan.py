@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from moonep_megatron.rules import PLANNERS, RULES, SEARCH, solve
+from moonep_megatron.caps import SLACK_UNIT
+from moonep_megatron.rules import PLANNERS, RULES, SEARCH, solve_within
 from moonep_megatron.transfers import Piece
 
 __all__ = ["PLANNERS", "Plan", "destinations", "make_plan", "plan_hash"]
@@ -30,7 +31,8 @@ class Plan:
     rows_RE: Tensor
     """[R, E] rows of expert e computed on rank d."""
     cap_R: Tensor
-    """[R] rows of each rank: M // R, plus one on the first M % R ranks."""
+    """[R] rows of each rank: M // R, plus one on the first M % R ranks; with slack about as many,
+    see `moonep_megatron.caps`."""
     foreign_expert_Rn: Tensor
     """[R, n] foreign experts of each rank, ascending, then -1 for empty."""
     group_expert_RG: Tensor
@@ -89,15 +91,17 @@ def make_plan(
     *,
     planner: str = "best",
     slots: int | None = None,
+    slack: int = 0,
     home_order_Rn: Tensor | None = None,
 ) -> Plan:
-    """Balance the routed rows exactly over the ranks.
+    """Balance the routed rows over the ranks, exactly or within a slack.
 
     Args:
         counts_RE: int32 or int64 [R, E], T[r,e] >= 0.
         planner: one of ``PLANNERS``, or ``search``, which no kernel has.
         slots: duplicates a rank can hold at a time, 1..n (default n). Any value gives an exact
             plan; it changes only what ``best`` prefers.
+        slack: how far above an equal share a rank may be, in parts of ``caps.SLACK_UNIT``.
         home_order_Rn: integers [R, n], the home experts of each rank in the order of their row
             groups (default: descending ids, because weights lie last expert first).
 
@@ -113,10 +117,13 @@ def make_plan(
     _check_slots(slots, homes)
     if planner not in (*PLANNERS, SEARCH):
         raise ValueError(f"planner {planner!r} is unknown: use one of {', '.join(PLANNERS)}")
+    if not 0 <= slack <= SLACK_UNIT:
+        raise ValueError(f"slack {slack} is outside 0..{SLACK_UNIT}, parts of {SLACK_UNIT}")
     home_Rn = _home_order(home_order_Rn, ranks, homes)
     total_Rn = counts_RE.sum(0, dtype=torch.int64).view(ranks, homes)
-    caps = _caps(int(total_Rn.sum()), ranks)
-    rule, parts = solve(total_Rn.tolist(), caps, planner=planner, slots=slots)
+    rule, caps, parts = solve_within(total_Rn.tolist(), slack=slack, planner=planner, slots=slots)
+    if max(caps) > INT32_MAX:
+        raise ValueError(f"counts_RE gives a rank {max(caps)} rows: at most {INT32_MAX} fit int32")
 
     rows_RE, foreign_Rn = _lay_out(total_Rn, parts)
     group_RG = torch.cat([home_Rn, foreign_Rn], 1)
@@ -196,15 +203,6 @@ def plan_hash(plan: Plan) -> int:
         digest.update(str(tuple(tensor.shape)).encode())
         digest.update(tensor.cpu().contiguous().numpy().tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1
-
-
-def _caps(total: int, ranks: int) -> list[int]:
-    """Equal shares of all rows; the first ranks take what does not divide."""
-    share, extra = divmod(total, ranks)
-    caps = [share + (d < extra) for d in range(ranks)]
-    if caps[0] > INT32_MAX:
-        raise ValueError(f"counts_RE gives a rank {caps[0]} rows: at most {INT32_MAX} fit int32")
-    return caps
 
 
 def _lay_out(total_Rn: Tensor, parts: list[Piece]) -> tuple[Tensor, Tensor]:

@@ -4,10 +4,10 @@ Letters: R expert-parallel ranks, n home experts of a rank. Everything here is e
 on the host, and every tie goes to the lowest rank, so that all ranks reach the same answer alone.
 
 ``homes`` holds, for every rank, the routed rows of its n home experts, ``caps`` the rows that every
-rank must compute; both sum to the same number, and caps differ by at most one. The *surplus* of a
-rank is the sum of its homes minus its cap. A rule returns transfers (donor, receiver, rows) after
-which every surplus is zero, or None where it finds none. Two facts hold for every rule, and keep
-the foreign experts of a rank at or below n:
+rank must compute, from `moonep_megatron.caps`; both sum to the same number. The *surplus* of a rank
+is the sum of its homes minus its cap. No rank lacks more rows than any with a surplus holds. A rule
+returns transfers (donor, receiver, rows) after which every surplus is zero, or None where it finds
+none. Two facts hold for every rule, and keep the foreign experts of a rank at or below n:
 
 - a donor gives rows of its own experts only, and
 - a rank receives at most once. After that it is exactly full and never gives again.
@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from moonep_megatron.caps import caps as caps_of
 from moonep_megatron.transfers import Loads, Piece, Transfer, cost, pieces, take
 from moonep_megatron.trees import trees
 
@@ -133,6 +134,23 @@ def solve(
         busiest = min(price(one)[1] for one in found)
         found += [("trees", pieces(homes, tree)) for tree in trees(homes, caps, busiest)]
     return min(found, key=price)
+
+
+def solve_within(
+    homes: Loads, *, slack: int, planner: str, slots: int
+) -> tuple[str, list[int], list[Piece]]:
+    """`solve` for the caps of a slack, and what the caps are.
+
+    With slack the exact caps are tried as well, and kept where they are cheaper in (waves, D, U):
+    a slack never costs.
+    """
+    loads = [sum(home) for home in homes]
+    found = []
+    for part in dict.fromkeys((slack, 0)):
+        caps = caps_of(loads, part)
+        rule, parts = solve(homes, caps, planner=planner, slots=slots)
+        found.append((rule, caps, parts))
+    return min(found, key=lambda one: cost(len(loads), one[2], slots))
 
 
 class _Flow:

@@ -59,8 +59,13 @@ def least_busiest(total_E: Sequence[int], ranks: int, seconds: float = 60) -> in
     return round(result.fun)
 
 
-def allocations(total_E: Sequence[int], ranks: int) -> Iterator[list[list[int]]]:
-    """Every way to give rows[e][d] >= 0 rows of expert e to rank d such that all caps are met."""
+def allocations(
+    total_E: Sequence[int], ranks: int, most: int | None = None
+) -> Iterator[list[list[int]]]:
+    """Every way to give rows[e][d] >= 0 rows of expert e to rank d such that all caps are met.
+
+    With ``most`` no rank has more than that, and any number up to it.
+    """
 
     def place(expert: int, room: list[int]) -> Iterator[list[list[int]]]:
         if expert == len(total_E):
@@ -71,7 +76,7 @@ def allocations(total_E: Sequence[int], ranks: int) -> Iterator[list[list[int]]]
             for others in place(expert + 1, rest):
                 yield [part, *others]
 
-    yield from place(0, caps_of(sum(total_E), ranks))
+    yield from place(0, caps_of(sum(total_E), ranks) if most is None else [most] * ranks)
 
 
 def _parts(rows: int, room: Sequence[int]) -> Iterator[list[int]]:
@@ -85,11 +90,13 @@ def _parts(rows: int, room: Sequence[int]) -> Iterator[list[int]]:
             yield [first, *rest]
 
 
-def best_of_all(total_E: Sequence[int], ranks: int) -> tuple[int, int, tuple[int, ...], ...]:
+def best_of_all(
+    total_E: Sequence[int], ranks: int, most: int | None = None
+) -> tuple[int, int, tuple[int, ...], ...]:
     """By brute force: least D, least U, least received and least sent of every rank."""
     homes = len(total_E) // ranks
     least: list[np.ndarray] = []
-    for rows in allocations(total_E, ranks):
+    for rows in allocations(total_E, ranks, most):
         used = np.array(rows).T > 0  # [R, E]
         used &= np.arange(ranks)[:, None] != np.arange(len(total_E)) // homes
         received = used.sum(1)

@@ -67,9 +67,12 @@ def random_ids(counts_RE: torch.Tensor, choices: int, seed: int) -> list[torch.T
 
 
 def check_plan(
-    plan: Plan, counts_RE: torch.Tensor, home_order_Rn: torch.Tensor | None = None
+    plan: Plan,
+    counts_RE: torch.Tensor,
+    home_order_Rn: torch.Tensor | None = None,
+    slack: int = 0,
 ) -> None:
-    """Every property a plan has whatever the rule."""
+    """Every property a plan has whatever the rule; ``slack`` in parts of 10 000."""
     ranks, experts = counts_RE.shape
     homes, total = experts // ranks, int(counts_RE.sum())
     tensors = (
@@ -84,7 +87,12 @@ def check_plan(
     assert (plan.rows_RE >= 0).all()
     assert plan.rows_RE.sum(0).tolist() == counts_RE.sum(0).tolist(), "conservation"
     caps = [len(range(d, total, ranks)) for d in range(ranks)]
-    assert plan.cap_R.tolist() == plan.rows_RE.sum(1).tolist() == caps, "exact capacity"
+    assert plan.cap_R.tolist() == plan.rows_RE.sum(1).tolist()
+    if slack:
+        most = max(-(-total // ranks), total * (10_000 + slack) // (10_000 * ranks))
+        assert max(plan.cap_R.tolist()) <= most, "within the slack"
+    else:
+        assert plan.cap_R.tolist() == caps, "exact capacity"
     for d in range(ranks):
         foreign = [e for e in range(experts) if rows[d][e] and e // homes != d]
         assert len({e // homes for e in foreign}) <= 1, "one donor home a receiver"
