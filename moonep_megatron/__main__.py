@@ -1,6 +1,6 @@
-"""`python -m moonep_megatron` prints the table of refused settings, as the README shows it."""
+"""`python -m moonep_megatron` prints the README's tables: features, then refused settings."""
 
-from moonep_megatron.refusals import markdown
+from moonep_megatron import features, refusals
 
 if __name__ == "__main__":
-    print(markdown())
+    print(features.markdown(), refusals.markdown(), sep="\n\n")

@@ -1,11 +1,11 @@
-"""`python -m`: run.py starts scripts as Python would, and the package prints its table."""
+"""`python -m`: run.py starts scripts as Python would, and the package prints its tables."""
 
 import os
 
 import pytest
 from fresh import python
 
-from moonep_megatron.refusals import markdown
+from moonep_megatron import features, refusals
 
 SCRIPT = """
 import sys, typing
@@ -77,5 +77,6 @@ def test_run_help():
     assert "usage: python -m moonep_megatron.run" in done.stdout
 
 
-def test_package_prints_the_table():
-    assert python("-m", "moonep_megatron").stdout.strip() == markdown()
+def test_package_prints_the_tables():
+    tables = f"{features.markdown()}\n\n{refusals.markdown()}"
+    assert python("-m", "moonep_megatron").stdout.strip() == tables
