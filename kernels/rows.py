@@ -43,7 +43,7 @@ WORDS = CHUNK // 4
 
 @dataclass(frozen=True, kw_only=True)
 class RowMemory:
-    """The symmetric memory of one group's rows, as one rank sees it (M = min(K, R)*S, N = S*K).
+    """The symmetric memory of one group's rows, as one rank sees it; N and M as in `backends.base`.
 
     Attributes:
         flags: int32 [STAGES, R].

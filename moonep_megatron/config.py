@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moonep_megatron import refusals
+from moonep_megatron.caps import SLACK_UNIT, slack_parts
 from moonep_megatron.refusals import REFUSED
 from moonep_megatron.rules import PLANNERS
 
@@ -53,6 +54,9 @@ class MoonEPConfig:
         None, "duplicate slots a rank (default: one for each home expert)", type=int
     )
     planner: str = _option("best", "rule that plans the duplicates", choices=PLANNERS)
+    slack: float = _option(
+        0.0, "how far above an equal share a rank's rows may be, to save duplicates", type=float
+    )
     backend: str = _option("auto", "transport of rows and weights", choices=BACKENDS)
     num_sms: int | None = _option(None, "SMs that communication kernels may use", type=int)
     log_maxvio: bool = _option(False, "log the imbalance of every layer, and what was done")
@@ -78,6 +82,11 @@ class MoonEPConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 self._refuse(name, "give a number above 0, or leave it out")
+        try:
+            slack_parts(self.slack)
+        except ValueError:
+            steps = 1 / SLACK_UNIT
+            self._refuse("slack", f"give 0 for an equal share, or up to 1 in steps of {steps}")
         if not 0 < self.timeout <= _MOST_SECONDS:
             self._refuse("timeout", f"give seconds above 0, at most {_MOST_SECONDS:g}")
         if self.force_maxvio is not None and not self.force_maxvio >= 0:

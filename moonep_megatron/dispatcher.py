@@ -5,7 +5,7 @@ index and return per-token sums. Alone, ``dispatch_postprocess`` expands them to
 ``combine_preprocess`` sums these again.
 
 Letters: s tokens, S the most tokens a rank may bring, K experts a token goes to, E experts,
-R ranks, n = E/R, H row width, N = S*K grouped rows, M = min(K, R)*S receive rows.
+R ranks, n = E/R, H row width, N = S*K grouped rows (more with a slack), M receive rows.
 """
 
 from __future__ import annotations

@@ -151,14 +151,15 @@ class MoonEPMoELayer(MoELayer):
         )
         count = self.moonep.slots or self.num_local_experts
         route = self.token_dispatcher.current_route()
-        receive_rows = min(route.topk, self.token_dispatcher.ep_size) * route.max_tokens
+        kept = route.receive_rows * rows.shape[1], route.source_row_N.numel() * fc1.shape[0]
         log_once(
             f"moonep: {count} duplicate slots a rank take "
             f"{count * shape.weight_bytes / 2**20:.1f} MiB for weights and "
             f"{count * shape.grad_bytes / 2**20:.1f} MiB for gradients, shared by all layers; "
-            f"a layer keeps {receive_rows} receive rows of {rows.shape[1]} for backward, "
-            f"{receive_rows * rows.shape[1] * rows.itemsize / 2**20:.1f} MiB. Fewer "
-            "--moe-moonep-slots take less memory and more rounds of weight transfers"
+            f"a layer keeps {route.receive_rows} receive rows of {rows.shape[1]} and "
+            f"{route.source_row_N.numel()} pre-activations of {fc1.shape[0]} for backward, "
+            f"{sum(kept) * rows.itemsize / 2**20:.1f} MiB. Fewer --moe-moonep-slots take less "
+            "memory and more rounds of weight transfers"
         )
         make = self.token_dispatcher.backend.make_slots
         return slot_pool(self.ep_group, count, shape, make)

@@ -124,11 +124,12 @@ MUTATIONS = (
     ),
     Mutation(
         "one row too many on a rank",
-        "plan.py",
-        "caps = [share + (d < extra) for d in range(ranks)]",
-        "caps = [share + (d < extra) for d in range(ranks)]\n"
-        "    if ranks > 1 and share:\n"
-        "        caps[0], caps[-1] = caps[0] + 1, caps[-1] - 1",
+        "caps.py",
+        "return [share + (d < extra) for d in range(ranks)]",
+        "found = [share + (d < extra) for d in range(ranks)]\n"
+        "        if ranks > 1 and share:\n"
+        "            found[0], found[-1] = found[0] + 1, found[-1] - 1\n"
+        "        return found",
         "tests/test_layer.py::test_every_skew[3]",
     ),
     Mutation(

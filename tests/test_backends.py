@@ -81,8 +81,8 @@ def _on(ranks, changes, failures=False, sizes=None, **settings):
 
 def test_auto_takes_symmetric_where_every_rank_can():
     sizes = {"topk": 8, "hidden": 64, "ffn": 24, "dtype": torch.bfloat16}
-    answers = _on(2, {}, sizes=sizes, num_sms=12, timeout=7.5, slots=3, planner="peel")
-    options = {"num_experts": 8, "slots": 3, "planner": "peel", "max_tokens": None}
+    answers = _on(2, {}, sizes=sizes, num_sms=12, timeout=7.5, slots=3, planner="peel", slack=0.015)
+    options = {"num_experts": 8, "slots": 3, "planner": "peel", "slack": 150, "max_tokens": None}
     options |= {"check_plan": False, "num_sms": 12, "sharing": 1, "timeout": 7.5}
     assert answers == [("FakeSymmetric", options, [])] * 2
 

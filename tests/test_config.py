@@ -35,6 +35,10 @@ def nothing_in_force(monkeypatch):
         ("timeout", float("nan")),
         ("timeout", float("inf")),
         ("timeout", 1e10),
+        ("slack", -0.01),
+        ("slack", 1.5),
+        ("slack", 0.00005),
+        ("slack", float("nan")),
         ("force_maxvio", -0.5),
         ("force_maxvio", float("nan")),
     ],
@@ -71,6 +75,7 @@ def test_every_field_is_a_flag():
     every = MoonEPConfig(
         slots=2,
         planner="chain",
+        slack=0.0125,
         backend="collective",
         num_sms=8,
         log_maxvio=True,

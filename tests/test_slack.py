@@ -5,9 +5,13 @@ from fractions import Fraction
 
 import pytest
 import torch
+from cases import Case
+from compare import check
 from exact_plan import best_of_all
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from moe import build, run_layer
+from ranks import run_ranks
 from routings import LOADS, check_plan, lenient, random_counts, routings
 
 from moonep_megatron.bounds import bounds
@@ -194,3 +198,55 @@ def test_bad_slack_of_a_plan() -> None:
     for slack in (-1, 10_001):
         with pytest.raises(ValueError, match=rf"slack {slack} is outside 0\.\.10000"):
             make_plan(torch.ones(2, 4, dtype=torch.int32), slack=slack)
+
+
+# Whole layers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_layers_against_the_dense_reference(ranks: int) -> None:
+    """R below, at and above K, several waves, every planner; two microbatches in flight."""
+    cases = [
+        Case(
+            name=f"R={ranks} K={topk} slack {slack} {skew} {planner} B={slots}",
+            ranks=ranks,
+            experts=4 * ranks,
+            topk=topk,
+            tokens=((24, *[23] * (ranks - 1)), (0, *[7] * (ranks - 1))),
+            routing=(skew, "zipf"),
+            moonep=(("slack", slack), ("planner", planner), ("slots", slots), ("check_plan", True)),
+        )
+        for topk, slack, skew, planner, slots in (
+            (2, 0.05, "zipf", "best", 4),
+            (3, 0.25, "hot_rank", "pairs", 4),
+            (4, 1.0, "last_rank", "chain", 2),
+            (1, 0.5, "hot_expert", "peel", 1),
+            (2, 0.25, "uniform", "best", 1),
+        )
+    ]
+    check(cases)
+
+
+def test_rows_are_static_and_hold_the_slack() -> None:
+    """N = ceil((1 + slack) S K) rows whatever the router does, and a rank that fills them."""
+    for shapes, most, duplicates in run_ranks(2, _shapes_with_slack):
+        assert shapes == [(60, 48)] * 3, "grouped and receive rows"
+        assert most == 60
+        assert duplicates[0] >= 1 > duplicates[1]
+
+
+def _shapes_with_slack() -> tuple[list[tuple[int, int]], int, list[int]]:
+    shapes, rows, duplicates = [], 0, []
+    for routing in ("hot_rank", "balanced", "zipf"):
+        case = Case(name="", routing=(routing,), moonep=(("slack", 0.25), ("max_tokens", 24)))
+        layer = build(case, "moonep")
+        exchange = layer.token_dispatcher.backend.exchange
+        routes = []
+        layer.token_dispatcher.backend.exchange = lambda *args, e=exchange, r=routes: (
+            r.append(e(*args)) or r[-1]
+        )
+        record = run_layer(layer, layer, case, "moonep").records[0]
+        rows = max(rows, *record["rows_per_rank"])
+        duplicates.append(record["duplicates"])
+        shapes.append((routes[0].source_row_N.numel(), routes[0].receive_rows))
+    return shapes, rows, duplicates

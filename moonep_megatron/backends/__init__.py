@@ -10,6 +10,7 @@ import torch.distributed as dist
 from moonep_megatron.backends.base import Backend
 from moonep_megatron.backends.choice import ranks_on_a_gpu, why_not_symmetric
 from moonep_megatron.backends.collective import CollectiveBackend
+from moonep_megatron.caps import slack_parts
 from moonep_megatron.config import MoonEPConfig
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ def _symmetric(config: MoonEPConfig, group: dist.ProcessGroup, num_experts: int)
         num_experts=num_experts,
         slots=_slots(config, group, num_experts),
         planner=config.planner,
+        slack=slack_parts(config.slack),
         max_tokens=config.max_tokens,
         check_plan=config.check_plan,
         num_sms=config.num_sms,
@@ -92,6 +94,7 @@ def _collective(config: MoonEPConfig, group: dist.ProcessGroup, num_experts: int
         num_experts=num_experts,
         slots=_slots(config, group, num_experts),
         planner=config.planner,
+        slack=slack_parts(config.slack),
         max_tokens=config.max_tokens,
         check_plan=config.check_plan,
     )

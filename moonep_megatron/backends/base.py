@@ -2,7 +2,8 @@
 
 Letters (design of the whole package): S most tokens a rank may bring, s tokens it brings now,
 K experts a token goes to, E experts, R expert-parallel ranks, n = E/R home experts of a rank,
-B duplicate slots of a rank, H width of a row, N = S*K grouped rows, M = min(K, R)*S receive rows.
+B duplicate slots of a rank, H width of a row, N = S*K grouped rows (more with a slack), M receive
+rows: R*S for R <= K, else N.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moonep_megatron.caps import most_rows
 from moonep_megatron.plan import Plan, plan_hash
 from moonep_megatron.slots import SlotPool, SlotShape
 
@@ -64,6 +66,13 @@ class Route(ABC):
     topk: int
     max_tokens: int
     waves: int
+
+    @property
+    def receive_rows(self) -> int:
+        """M."""
+        ranks = self.plan.rows_RE.shape[0]
+        grouped = self.source_row_N.numel()
+        return ranks * self.max_tokens if ranks <= self.topk else grouped
 
     @abstractmethod
     def bounds(self, first: int, count: int) -> Bounds:
@@ -276,6 +285,16 @@ def compact(routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
 def chosen_probs(probs: Tensor, ids_sK: Tensor) -> Tensor:
     """Probabilities [s, K] of the chosen experts, 0 for none; differentiable in ``probs``."""
     return torch.where(ids_sK >= 0, probs.gather(1, ids_sK.clamp(min=0).long()), 0)
+
+
+def row_counts(max_tokens: int, topk: int, ranks: int, slack: int) -> tuple[int, int]:
+    """(N, M): the grouped rows that a rank may hold, and the receive rows they stand in.
+
+    Args:
+        slack: in parts, see `moonep_megatron.caps`.
+    """
+    grouped = most_rows(max_tokens * topk, slack)
+    return grouped, ranks * max_tokens if ranks <= topk else grouped
 
 
 def receive_rows(

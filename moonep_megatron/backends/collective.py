@@ -26,6 +26,7 @@ from moonep_megatron.backends.base import (
     compare_plans,
     first_entry,
     receive_rows,
+    row_counts,
 )
 from moonep_megatron.plan import Plan, destinations, make_plan
 from moonep_megatron.slots import SlotPool
@@ -80,6 +81,7 @@ class CollectiveBackend(Backend):
         num_experts: E, divisible by the group's size.
         slots: B, duplicate slots of a rank, 1..E/R.
         planner: planning rule, see `moonep_megatron.plan`.
+        slack: how far above an equal share a rank may be, in parts (`moonep_megatron.caps`).
         max_tokens: S, or None to agree on the most tokens of any rank at the first exchange.
         check_plan: compare the plan's hash across ranks in every exchange (debugging).
     """
@@ -91,6 +93,7 @@ class CollectiveBackend(Backend):
         num_experts: int,
         slots: int,
         planner: str = "best",
+        slack: int = 0,
         max_tokens: int | None = None,
         check_plan: bool = False,
     ) -> None:
@@ -100,6 +103,7 @@ class CollectiveBackend(Backend):
         self.num_experts = num_experts
         self.slots = slots
         self.planner = planner
+        self.slack = slack
         self.max_tokens = max_tokens
         self.check_plan = check_plan
 
@@ -113,7 +117,11 @@ class CollectiveBackend(Backend):
         excess = ids_sK.new_zeros(()) if choices.excess is None else choices.excess
         counts_RE = self._exchange_counts(ids_sK, excess)
         plan = make_plan(
-            counts_RE, planner=self.planner, slots=self.slots, home_order_Rn=home_order_Rn.cpu()
+            counts_RE,
+            planner=self.planner,
+            slots=self.slots,
+            slack=self.slack,
+            home_order_Rn=home_order_Rn.cpu(),
         )
         if self.check_plan:
             compare_plans(self.group, plan)
@@ -249,6 +257,7 @@ class CollectiveBackend(Backend):
     def _route(self, plan: Plan, counts_RE: Tensor, ids_sK: Tensor) -> CollectiveRoute:
         """Derive what this rank sends, tell every rank, and lay out what arrives."""
         (tokens, topk), max_tokens = ids_sK.shape, self.max_tokens or 0
+        grouped, received = row_counts(max_tokens, topk, self.size, self.slack)
         device = ids_sK.device
         there = destinations(plan.to(device), counts_RE.to(device), ids_sK, self.rank)
         rank_sK, row_sK = (x.long() for x in there)
@@ -266,9 +275,9 @@ class CollectiveBackend(Backend):
         row_C, receive_C, carries_C = self._all_to_all(
             table_A3, sent_entries, received_entries
         ).unbind(1)
-        source_row_N = torch.zeros(max_tokens * topk, dtype=torch.int32, device=ids_sK.device)
+        source_row_N = torch.zeros(grouped, dtype=torch.int32, device=ids_sK.device)
         carried = torch.sort(carries_C, descending=True, stable=True).indices[: sum(received_rows)]
-        presum_order, presum_starts = _bags(receive_C, min(topk, self.size) * max_tokens)
+        presum_order, presum_starts = _bags(receive_C, received)
         gather_order, gather_starts = _bags(token_U, tokens)
         return CollectiveRoute(
             plan=plan,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moonep_megatron.backends import faults
+from moonep_megatron.backends.base import row_counts
 from moonep_megatron.backends.memory import Region, Regions, SymmetricMemory, part_of
 from moonep_megatron.backends.turns import Turns
 from moonep_megatron.kernels import pull_gradients as pull
@@ -34,12 +35,17 @@ from moonep_megatron.slots import SlotPool, SlotShape
 
 @dataclass(frozen=True)
 class RowShape:
-    """What rows a layer moves: S, K, H and their dtype."""
+    """What rows a layer moves: S, K, slack in parts, H and their dtype."""
 
     max_tokens: int
     topk: int
+    slack: int
     width: int
     dtype: torch.dtype
+
+    def rows(self, ranks: int) -> tuple[int, int]:
+        """(N, M)."""
+        return row_counts(self.max_tokens, self.topk, ranks, self.slack)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +71,9 @@ class Tables:
         rows_of_MK, source_row_N: as in `RowMemory`.
     """
 
-    def __init__(self, topk: int, max_tokens: int, ranks: int, device: torch.device) -> None:
+    def __init__(self, shape: RowShape, ranks: int, device: torch.device) -> None:
         regions = Regions()
-        parts = _table_regions(regions, RowShape(max_tokens, topk, 0, torch.float32), ranks)
+        parts = _table_regions(regions, shape, ranks)
         self._memory = torch.empty(regions.nbytes, dtype=torch.uint8, device=device)
         self.rows_of_MK, self.source_row_N = (self._part(region) for region in parts[:2])
         self._probs = parts[2]
@@ -91,9 +97,9 @@ class Tables:
 
 def _table_regions(regions: Regions, shape: RowShape, ranks: int) -> tuple[Region, Region, Region]:
     """``rows_of``, ``source_row`` and ``probs``: neighbours, so that one copy takes them all."""
-    most, grouped = min(ranks, shape.topk) * shape.max_tokens, shape.max_tokens * shape.topk
+    grouped, received = shape.rows(ranks)
     return (
-        regions.add((most, shape.topk), torch.int32),
+        regions.add((received, shape.topk), torch.int32),
         regions.add((grouped,), torch.int32),
         regions.add((grouped,), torch.float32),
     )
@@ -125,9 +131,8 @@ class GroupMemory:
         """The memory of dispatch and combine."""
         if shape not in self._rows:
             regions, flags = self._regions()
-            most = min(self.ranks, shape.topk) * shape.max_tokens
-            grouped = shape.max_tokens * shape.topk
-            receive, combine = (regions.add((most, shape.width), shape.dtype) for _ in range(2))
+            grouped, received = shape.rows(self.ranks)
+            receive, combine = (regions.add((received, shape.width), shape.dtype) for _ in range(2))
             rows_of, source_row, probs = _table_regions(regions, shape, self.ranks)
             d_probs = regions.add((grouped,), torch.float32)
             self._rows[shape] = RowMemory(

@@ -55,6 +55,7 @@ class SymmetricBackend(Backend):
         num_experts: E, divisible by the group's size.
         slots: B, duplicate slots of a rank, 1..E/R.
         planner: planning rule, see `moonep_megatron.plan`.
+        slack: how far above an equal share a rank may be, in parts (`moonep_megatron.caps`).
         max_tokens: S, or None to agree on the most tokens of any rank at the first exchange.
         check_plan: compare the plan's hash across ranks in every exchange (debugging; waits).
         num_sms: most SMs that a kernel of rows may use; pushes and pulls take fewer.
@@ -74,6 +75,7 @@ class SymmetricBackend(Backend):
         num_experts: int,
         slots: int,
         planner: str = "best",
+        slack: int = 0,
         max_tokens: int | None = None,
         check_plan: bool = False,
         num_sms: int | None = None,
@@ -85,6 +87,7 @@ class SymmetricBackend(Backend):
         self.size = dist.get_world_size(group)
         self.num_experts = num_experts
         self.slots = slots
+        self.slack = slack
         self.max_tokens = max_tokens
         self.check_plan = check_plan
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -136,7 +139,8 @@ class SymmetricBackend(Backend):
             raise ValueError(
                 faults.bad_input(faults.TOO_MANY_TOKENS, self.rank, tokens, max_tokens)
             )
-        kept = Tables(topk, max_tokens, self.size, self.device)
+        shape = RowShape(max_tokens, topk, self.slack, 0, torch.float32)
+        kept = Tables(shape, self.size, self.device)
         return SymmetricRoute(
             plan=plan,
             counts_RE=exchanged.counts_RE,
@@ -370,7 +374,7 @@ class SymmetricBackend(Backend):
         return torch.tensor(shifted, dtype=torch.int32, device=self.device).view(-1)
 
     def _rows(self, route: Route, rows: Tensor) -> RowMemory:
-        shape = RowShape(route.max_tokens, route.topk, rows.shape[1], rows.dtype)
+        shape = RowShape(route.max_tokens, route.topk, self.slack, rows.shape[1], rows.dtype)
         return self.memory.rows(shape)
 
 
