@@ -55,6 +55,16 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
         self.hidden_shape: torch.Size | None = None
         self.route: Route | None = None
 
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        """Compute shared experts on a stream of their own, FC1 beside the dispatch, FC2 beside
+        the combine (``--moe-shared-expert-overlap``).
+
+        Args:
+            shared_experts: Megatron's SharedExpertMLP, whose steps are called here in their order.
+        """
+        super().set_shared_experts(shared_experts)
+        self.cudagraph_attrs += ["shared_experts.gate_score", "shared_experts.cached_fc1_input"]
+
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -70,6 +80,8 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
         """
         self.hidden_shape = hidden_states.shape
         self.choices, chosen = self.backend.choose(routing_map, probs, self.topk)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
         return hidden_states.reshape(-1, hidden_states.shape[-1]), chosen
 
     def route_ids(self, hidden_states: Tensor, ids_sK: Tensor) -> Tensor:
@@ -103,7 +115,13 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
             order_n = self.home_order_n.to(hidden_states.device)
             self.home_order_Rn = self.backend.publish_home_order(order_n)
         self.route = self.backend.exchange(self.choices, self.home_order_Rn)
-        return _Dispatch.apply(self.backend, self.route, hidden_states, probs)
+        if self.shared_experts is not None:
+            self.shared_experts.wait_current_stream()
+        rows, probs = _Dispatch.apply(self.backend, self.route, hidden_states, probs)
+        if self.shared_experts is not None:
+            # It makes the dispatch's backward start before that of the shared FC1.
+            self.shared_experts.linear_fc1_forward_and_act(rows)
+        return rows, probs
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
@@ -125,16 +143,23 @@ class MoonEPTokenDispatcher(MoETokenDispatcher):
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Bring the sums [M, H] home: [s, H]."""
-        return _Gather.apply(self.backend, self.current_route(), hidden_states)
+        route, self.route = self.current_route(), None
+        if self.shared_experts is not None:
+            self.shared_experts.wait_current_stream()
+        output = _Gather.apply(self.backend, route, hidden_states)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(output)
+            self.shared_experts.post_forward_comm()
+        return output
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Give [s, H] the shape of the layer's input."""
+        """Give [s, H] the shape of the layer's input, and add the overlapped shared experts."""
         assert self.hidden_shape is not None
-        self.route = None
-        return hidden_states.view(self.hidden_shape)
+        output = hidden_states.view(self.hidden_shape)
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()
 
     def current_route(self) -> Route:
-        """The route of the pass between `token_dispatch` and `combine_postprocess`."""
+        """The route of the pass between `token_dispatch` and `token_combine`."""
         assert self.route is not None, "token_dispatch has not run in this pass"
         return self.route
 

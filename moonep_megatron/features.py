@@ -171,10 +171,20 @@ FEATURES: tuple[Feature, ...] = (
     ),
     _yes(
         "shared experts",
-        "--moe-shared-expert-intermediate-size",
+        "--moe-shared-expert-intermediate-size --moe-shared-expert-gate",
         "test_training.py::test_loss_parity_dispatchers",
+        "test_features_training.py::test_shared_experts",
     ),
-    _refused("shared-expert overlap", "--moe-shared-expert-overlap", "moe_shared_expert_overlap"),
+    _yes(
+        "shared experts overlapped with dispatch and combine",
+        "--moe-shared-expert-overlap",
+        "test_features_training.py::test_shared_experts",
+    ),
+    _refused(
+        "the same over latent experts",
+        "--moe-shared-expert-overlap --moe-latent-size",
+        "moe_shared_expert_overlap",
+    ),
     _yes(
         "multi-token prediction",
         "--mtp-num-layers",
@@ -182,9 +192,15 @@ FEATURES: tuple[Feature, ...] = (
     ),
     # Routing
     _yes(
-        "auxiliary loss and z-loss",
-        "--moe-aux-loss-coeff --moe-z-loss-coeff",
+        "auxiliary losses of every kind, z-loss, sinkhorn",
+        "--moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff",
         "test_training.py::test_loss_parity_dispatchers",
+        "test_features_training.py::test_routers",
+    ),
+    _yes(
+        "group-limited routing",
+        "--moe-router-num-groups --moe-router-group-topk",
+        "test_features_training.py::test_routers",
     ),
     _yes(
         "expert bias",

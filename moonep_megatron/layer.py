@@ -68,6 +68,8 @@ class MoonEPMoELayer(MoELayer):
                 dtype=config.params_dtype,
             ),
         )
+        if self.shared_expert_overlap:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
         self.activation = activation(config, fuse=torch.cuda.is_available())
         self.probs_on_input: bool = config.moe_apply_probs_on_input
         self.router_histogram: Tensor | None = None

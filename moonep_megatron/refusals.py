@@ -238,7 +238,12 @@ REFUSED: tuple[Refusal, ...] = (
         "save_dgrads_interval",
         "save_tokens_per_expert_interval",
     ),
-    Refusal("moe_shared_expert_overlap", "shared experts run before the router"),
+    Refusal(
+        "moe_shared_expert_overlap",
+        "shared experts need rows of the model's width, and the dispatcher sees latent ones",
+        when="set together with `--moe-latent-size`",
+        refused=lambda value, at: bool(value) and bool(at.moe_latent_size),
+    ),
     Refusal(
         "overlap_moe_expert_parallel_comm",
         "its schedule frees tensors that the backward pass still needs",

@@ -150,9 +150,10 @@ def _configurations_are_checked_when_they_are_built():
     moonep_megatron.enable(moonep_megatron.MoonEPConfig(slots=2))
     made = config()
     assert made.moe_token_dispatcher_type == "moonep"
-    # What Megatron grants to alltoall by name and we do not support is refused by us …
-    raises(ValueError, "--moe-shared-expert-overlap", config, moe_shared_expert_overlap=True,
-           moe_shared_expert_intermediate_size=16)  # fmt: skip
+    # What Megatron grants to alltoall by name is granted …
+    config(moe_shared_expert_overlap=True, moe_shared_expert_intermediate_size=16)
+    # … what we do not support of it is refused by us …
+    raises(ValueError, "--moe-expert-capacity-factor", config, moe_expert_capacity_factor=1.0)
     # … what it refuses for alltoall, by Megatron.
     raises(ValueError, "flex", config, moe_enable_deepep=True)
     tensor = dict(tensor_model_parallel_size=2, sequence_parallel=True)

@@ -95,7 +95,7 @@ REFUSED_CASES = {
     "save_activations_interval": [{"save_activations_interval": 10}],
     "save_dgrads_interval": [{"save_dgrads_interval": 10}],
     "save_tokens_per_expert_interval": [{"save_tokens_per_expert_interval": 10}],
-    "moe_shared_expert_overlap": [{"moe_shared_expert_overlap": True}],
+    "moe_shared_expert_overlap": [{"moe_shared_expert_overlap": True, "moe_latent_size": 8}],
     "overlap_moe_expert_parallel_comm": [{"overlap_moe_expert_parallel_comm": True}],
     "delay_wgrad_compute": [{"delay_wgrad_compute": True}],
     "overlap_dispatch_backward_with_experts_wgrad": [
@@ -152,6 +152,7 @@ ACCEPTED = [
     {"moe_dispatch_fwd_dtype": "bf16"},
     {"cuda_graph_impl": "none", "transformer_impl": "local"},
     {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 8, "moe_permute_fusion": True},
+    {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True},
 ]
 
 
