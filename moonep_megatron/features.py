@@ -227,7 +227,16 @@ FEATURES: tuple[Feature, ...] = (
         "test_layer.py::test_ragged_rank_s",
         "gpu/test_moe_layer.py::test_ragged_tokens",
     ),
-    _refused("variable sequence lengths", "", "variable_seq_lengths"),
+    _yes(
+        "variable sequence lengths, up to a longest microbatch",
+        "--moe-moonep-max-tokens N",
+        "test_features_training.py::test_lengths_that_vary",
+    ),
+    _refused(
+        "variable sequence lengths of unknown bound",
+        "TransformerConfig.variable_seq_lengths",
+        "variable_seq_lengths",
+    ),
     # Memory and schedules
     _yes(
         "recompute of `moe`, `moe_act` or whole layers",

@@ -62,6 +62,10 @@ def _tokens_twice(value: Any, at: _Settings) -> bool:
     return not value and (at.tensor_model_parallel_size or 1) > 1
 
 
+def _unbounded_tokens(value: Any, at: _Settings) -> bool:
+    return bool(value) and at.moe_moonep_max_tokens is None
+
+
 def _unknown_activation(value: Any, _: _Settings) -> bool:
     import torch.nn.functional as F  # noqa: PLC0415
     from megatron.core.activations import quick_gelu, squared_relu  # noqa: PLC0415
@@ -125,7 +129,6 @@ def _group(why: str, *fields: str, **same: Any) -> tuple[Refusal, ...]:
 _WHOLE = "an expert lies whole on its home rank"
 _ROWS = "every rank computes exactly the routed rows: none may be dropped or added"
 _WEIGHTS = "expert weights travel between ranks, in fp16, bf16 or fp32 only"
-_TOKENS = "the number of tokens would vary from one microbatch to the next"
 _ORDER = "the gradients of duplicates must be home before an expert's gradient hook fires"
 _MLP = "the expert MLP is computed by moonep_megatron, which does not do this"
 
@@ -170,8 +173,19 @@ REFUSED: tuple[Refusal, ...] = (
         refused=_tokens_twice,
         remedy="set --sequence-parallel",
     ),
-    Refusal("variable_seq_lengths", _TOKENS, remedy="pad to one length", flag=None),
-    Refusal("hybrid_context_parallel", _TOKENS, remedy="pad to one length and leave it out"),
+    Refusal(
+        "variable_seq_lengths",
+        "row buffers would take their size from the first microbatch, which may be a short one",
+        when="set, and Megatron's arguments do not give the longest microbatch",
+        refused=_unbounded_tokens,
+        remedy="set --moe-moonep-max-tokens",
+        flag=None,
+    ),
+    Refusal(
+        "hybrid_context_parallel",
+        "ranks of one expert-parallel group would run different numbers of passes",
+        remedy="leave it out; variable lengths need no dynamic groups",
+    ),
     *_group(
         _ROWS,
         "moe_expert_capacity_factor",

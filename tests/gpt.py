@@ -153,13 +153,14 @@ class Trainer:
             overlap_param_gather=overlap,
         )
         self.optimizer = get_megatron_optimizer(config, [self.model], use_gloo_process_groups=False)
+        self.forward_step = _forward_step
 
     def step(self, microbatches: Sequence[Sequence[int]]) -> list[float]:
         """Train on microbatches of numbered sequences; the mean loss of each (last stage only)."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         reported = get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=self.forward_step,
             data_iterator=iter(microbatches),
             model=[self.model],
             num_microbatches=len(microbatches),

@@ -7,9 +7,12 @@ behind them, must agree.
 from typing import Any
 
 import pytest
+import torch
+from gpt import SEQUENCE, Trainer, build, global_parameters, sequences
+from megatron.core import parallel_state
 from ranks import Layout, run_ranks
 from test_training import _train
-from torch import Tensor
+from torch import Tensor, nn
 
 Trained = tuple[list[float], dict[str, Tensor]]
 SHARED = {"moe_shared_expert_intermediate_size": 20}
@@ -47,19 +50,53 @@ def _train_both(variants: list[dict[str, Any]], overlap: bool = False) -> list[l
     return [[_train(d, overlap, options) for d in ("alltoall", "moonep")] for options in variants]
 
 
+def assert_same_training(name: str, theirs: Trained, ours: Trained) -> None:
+    assert ours[0] == pytest.approx(theirs[0], rel=2e-5), name
+    assert ours[1].keys() == theirs[1].keys()
+    for parameter, weight in theirs[1].items():
+        off = (ours[1][parameter] - weight).norm() / weight.norm()
+        assert off < 2e-4, f"{name}: {parameter} is off by {off:.1e}"
+
+
 def check(variants: dict[str, dict[str, Any]], layout: Layout, world: int = 4) -> list[Any]:
     """Train every variant under both dispatchers; what moonep's rank 0 gave of each."""
     answers = run_ranks(world, _train_both, list(variants.values()), layout=layout, timeout=120)
     for rank in answers:
-        for name, ((theirs, their_weights), (ours, our_weights)) in zip(
-            variants, rank, strict=True
-        ):
-            assert ours == pytest.approx(theirs, rel=2e-5), name
-            assert our_weights.keys() == their_weights.keys()
-            for parameter, weight in their_weights.items():
-                off = (our_weights[parameter] - weight).norm() / weight.norm()
-                assert off < 2e-4, f"{name}: {parameter} is off by {off:.1e}"
+        for name, (theirs, ours) in zip(variants, rank, strict=True):
+            assert_same_training(name, theirs, ours)
     return [both[1] for both in answers[0]]
+
+
+def _varying_step(data: Any, model: nn.Module) -> tuple[Tensor, Any]:
+    """A forward step over one numbered sequence, cut to the length that comes with it."""
+    number, length = next(data)
+    whole = sequences([number])
+    tokens, positions, labels = (whole[k][:, :length] for k in ("tokens", "positions", "labels"))
+    output = model(tokens, positions, None, labels=labels)
+    return output, lambda out: (out.mean(), {"loss": out.mean().detach()})
+
+
+def _train_on_lengths(steps: int) -> list[Trained]:
+    """A few steps of microbatches whose lengths differ in a step and between ranks."""
+    found = []
+    for dispatcher in ("alltoall", "moonep"):
+        trainer = Trainer(build(dispatcher, variable_seq_lengths=True))
+        trainer.forward_step = _varying_step
+        losses = []
+        for step in range(steps):
+            seed = 10 * step + parallel_state.get_data_parallel_rank()
+            g = torch.Generator().manual_seed(seed)
+            lengths = torch.randint(1, SEQUENCE + 1, (3,), generator=g).tolist()
+            losses += trainer.step([(seed + m, length) for m, length in enumerate(lengths)])
+        weights = global_parameters(trainer.model.module)
+        found.append((losses, {name: weight.detach().clone() for name, weight in weights.items()}))
+    return found
+
+
+def test_lengths_that_vary() -> None:
+    """PP=2 x EP=2, with the stages telling each other the shapes."""
+    for theirs, ours in run_ranks(4, _train_on_lengths, 3, layout=Layout(ep=2, pp=2)):
+        assert_same_training("lengths", theirs, ours)
 
 
 def test_routers() -> None:

@@ -153,6 +153,7 @@ ACCEPTED = [
     {"cuda_graph_impl": "none", "transformer_impl": "local"},
     {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 8, "moe_permute_fusion": True},
     {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True},
+    {"variable_seq_lengths": True, "moe_moonep_max_tokens": 64},
 ]
 
 
@@ -270,7 +271,7 @@ def test_fields_and_flags_of_the_table_exist():
     assert labels - flags == {"--kitchen-config-file"}
     text = " ".join(row.remedy for row in REFUSED)
     words = {word.strip(",.:;") for word in text.split() if word.startswith("--")}
-    assert words - flags == {"--moe-moonep-timeout"}
+    assert words - flags == {"--moe-moonep-timeout", "--moe-moonep-max-tokens"}
 
 
 # --- the README -------------------------------------------------------------------------------
