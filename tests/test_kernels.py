@@ -69,8 +69,13 @@ def test_no_spills_and_few_registers(compiled):
         assert (int(stack), int(local)) == (0, 0), usage
 
 
-def test_no_floating_point_atomics(compiled):
+def test_no_float_atomics(compiled):
     assert not re.search(r"\b(atom|red)\S*\.(f16|bf16|f32|f64)", compiled[1])
+
+
+def test_no_multicast(compiled):
+    """Some machines refuse multicast memory, so nothing may need it."""
+    assert "multimem" not in compiled[1]
 
 
 def test_flags_are_stored_with_release_and_read_with_acquire(compiled):
