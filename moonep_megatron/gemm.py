@@ -67,7 +67,8 @@ def add_weight_gradients(
         d_out: [N, out], or [M, out] with ``out_index`` [N].
         rows: [N, in], or [M, in] with ``row_index`` [N].
         grads_goi: [g, out, in], any strides; an empty group adds nothing.
-        accumulate: add to the gradient, or overwrite it.
+        accumulate: add to the gradient, or overwrite it; then what lies behind the last group with
+            rows is zero or as before, and nobody may read it.
     """
     if isinstance(bounds, Tensor):
         quack_gemm.add_weight_gradients(

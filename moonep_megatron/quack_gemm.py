@@ -91,28 +91,76 @@ def add_weight_gradients(
 ) -> None:
     """See `moonep_megatron.gemm.add_weight_gradients`; ``bounds`` int32 [g + 1] on the device.
 
-    Only one of the operands may be read by index.
+    Only one of the operands may be read by index. What is overwritten is written for groups up to
+    the last with rows; most of the others are left as they are, for they are most of a rank's
+    slots, and zeros for all of them would cost more than many a group's product.
     """
     a, b, out, index = d_out.mT, rows.mT, grads_goi, out_index
     if row_index is not None:  # only the first operand is gathered, so compute the transpose
         assert out_index is None
         a, b, out, index = rows.mT, d_out.mT, grads_goi.mT, row_index
     product = Product("weight", index is not None, *out.shape[1:])
-    _launch(product, a, b, out, index, cu_seqlens_k=bounds, add_to_output=accumulate)
+    counter, order = None, None
+    if not accumulate:
+        counter = _behind_the_last(product, bounds)
+        order = _backwards(len(bounds) - 1, bounds.device)
+    _launch(
+        product,
+        a,
+        b,
+        out,
+        index,
+        counter,
+        cu_seqlens_k=bounds,
+        add_to_output=accumulate,
+        batch_idx_permute=order,
+    )
+
+
+def _behind_the_last(product: Product, bounds: Tensor) -> Tensor:
+    """The counter of tiles, int32 [1], at the first that matters if groups are taken backwards.
+
+    quack's clusters take the tiles of their own numbers first, then one after the other from the
+    counter, which therefore starts at so many fewer; no GPU has more clusters than SMs.
+    """
+    tile = tile_of(product)
+    clusters = torch.cuda.get_device_properties(bounds.device).multi_processor_count
+    of_a_group = -(-product.m // (tile.tile_M * tile.cluster_M)) * -(-product.n // tile.tile_N)
+    # The ends of the last group with rows and of all groups behind it.
+    ends = (bounds[1:] == bounds[-1]).sum(dtype=torch.int32).view(1)
+    return ends.mul_(of_a_group).sub_(of_a_group + clusters).clamp_(min=0)
+
+
+@cache
+def _backwards(groups: int, device: torch.device) -> Tensor:
+    return torch.arange(groups - 1, -1, -1, dtype=torch.int32, device=device)
+
+
+def tile_of(product: Product) -> Tile:
+    """What the table says, or the default."""
+    return table().get(product, DEFAULT)
 
 
 def _launch(
-    product: Product, a: Tensor, b: Tensor, out: Tensor, index: Tensor | None, **varlen: object
+    product: Product,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    index: Tensor | None,
+    counter: Tensor | None = None,
+    **varlen: object,
 ) -> None:
     from quack.gemm import gemm  # noqa: PLC0415 - needs a GPU build of the package
 
+    if counter is None:
+        counter = torch.zeros(1, dtype=torch.int32, device=a.device)
     gemm(
         a,
         b,
         out,
         None,
-        torch.zeros(1, dtype=torch.int32, device=a.device),
-        **asdict(table().get(product, DEFAULT)),
+        counter,
+        **asdict(tile_of(product)),
         cluster_N=1,
         is_dynamic_persistent=DYNAMIC,
         A_idx=index,
