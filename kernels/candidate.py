@@ -47,6 +47,12 @@ class State(NamedTuple):
     member: cute.Tensor
     """[8] ranks of the subset table, and their surplus; zero behind the last."""
     excess: cute.Tensor
+    order: cute.Tensor
+    """[R] ranks by falling room, for trees."""
+    ranked: cute.Tensor
+    """[R+1] their surplus, ascending; the largest integer behind the last."""
+    held: cute.Tensor
+    """[3, R] rows that they can give, see `moonep_megatron.kernels.trees`."""
 
 
 FILLS, TRANSFERS, EXISTS = range(3)
@@ -63,6 +69,7 @@ def allocate(ranks: cutlass.Constexpr[int], homes: cutlass.Constexpr[int]) -> St
     smem = cutlass.utils.SmemAllocator()
     sizes = [ranks * (homes + 1)] * 3 + [padded(ranks)] * 9 + [4]
     sizes += [SETS * EXACT_RANKS, SETS, SETS, EXACT_RANKS, EXACT_RANKS]
+    sizes += [padded(ranks) + 1, padded(ranks) + 1, 3 * padded(ranks)]
     return State(
         *[smem.allocate_tensor(Int32, cute.make_layout(size), byte_alignment=16) for size in sizes]
     )

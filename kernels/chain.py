@@ -50,7 +50,7 @@ def greedy_row(
     # All lanes have read before lane 0 writes: a vote alone orders no memory.
     cute.arch.sync_warp()
     while more != 0:
-        passed = _pass_on(s, rows, head, [c - flow for c in cap], homes)
+        passed = pass_on(s, rows, head, [c - flow for c in cap], homes)
         ratings = []
         for g in cutlass.range_constexpr(len(groups)):
             rating = passed[g] * 2 + Int32(surplus[g] > 0)
@@ -85,7 +85,7 @@ def _probes(homes: int) -> list[tuple[int, int]]:
 
 
 @cute.jit
-def _pass_on(
+def pass_on(
     s: State,
     rows: list[Int32],
     heads: list[Int32],

@@ -16,15 +16,15 @@ from typing import Any
 import cutlass
 import torch
 from cutlass import Boolean, Int32, Int64, cute
-from moonep_megatron.kernels import candidate, layout, ptx, rules, sync, warp
+from moonep_megatron.kernels import candidate, layout, ptx, rules, sync, trees, warp
 from moonep_megatron.kernels import compile as kc
 from moonep_megatron.kernels.counting import MAX_EXPERTS
 from moonep_megatron.kernels.exchange import Exchanged
 from torch import Tensor
 
-PLANNERS = ("best", "pairs", "chain", "peel")
 # What ``rule`` of a plan counts: the rule that made it.
-RULES = ("pairs", "chain", "peel")
+RULES = ("pairs", "chain", "peel", "trees")
+PLANNERS = ("best", *RULES)
 MAX_RANKS = 128
 
 _THREADS = 1024
@@ -46,9 +46,15 @@ class PlanConfig:
     starts_early = True
 
     @property
+    def trees(self) -> int:
+        """Blocks that grow trees. They take longest, so they are the first."""
+        return trees.CANDIDATES if self.planner in ("best", "trees") else 0
+
+    @property
     def candidates(self) -> int:
-        """Blocks: pairs needs the last candidate, chain the first and pairs, the others all."""
-        return {"pairs": 1, "chain": min(self.ranks, 2)}.get(self.planner, self.ranks)
+        """Blocks: pairs needs the last fill, chain the first and pairs, the others all."""
+        fills = {"pairs": 1, "trees": 1, "chain": min(self.ranks, 2)}.get(self.planner, self.ranks)
+        return self.trees + fills
 
     @property
     def record(self) -> int:
@@ -174,11 +180,13 @@ def configs() -> list[PlanConfig]:
     """Configurations that the tests compile."""
     return [
         PlanConfig(8, 896, "best"),
-        PlanConfig(64, 896, "best"),
+        PlanConfig(64, 1024, "best"),
+        PlanConfig(128, 1024, "best"),
         PlanConfig(1, 7, "best"),
         PlanConfig(2, 1024, "pairs"),
         PlanConfig(16, 64, "chain"),
-        PlanConfig(128, 1024, "peel"),
+        PlanConfig(128, 896, "peel"),
+        PlanConfig(32, 64, "trees"),
     ]
 
 
@@ -187,16 +195,20 @@ def _solve(totals: cute.Tensor, scratch: Int64, config: cutlass.Constexpr[PlanCo
     """All threads: this block's candidate, into its record."""
     ranks, homes = config.ranks, config.experts // config.ranks
     block, _, _ = cute.arch.block_idx()
-    # Pairs is the last candidate; the rule chain has two blocks, for the first and the last.
-    fills = block + (ranks - 1 if config.candidates == 1 else 0)
-    if cutlass.const_expr(config.candidates == 2):
+    tree = block
+    if block >= config.trees:
+        tree = Int32(-1)
+    # Pairs has the most fills; the rule chain has two blocks, for none and the most.
+    fills = block - config.trees
+    if cutlass.const_expr(config.planner in ("pairs", "trees")):
+        fills = Int32(ranks - 1)
+    elif cutlass.const_expr(config.planner == "chain"):
         fills = block * (ranks - 1)
     state = candidate.allocate(ranks, homes)
     _prepare(state, totals, config)
     record = _record(scratch, block, config)
-    rules.find(
-        state, fills, record + (config.record - 2 * config.experts) * 4, ranks, homes, _THREADS
-    )
+    pieces = record + (config.record - 2 * config.experts) * 4
+    rules.find(state, tree, fills, pieces, ranks, homes, _THREADS, config.trees > 0)
     thread, _, _ = cute.arch.thread_idx()
     _, own = warp.lane_and_warp()
     for d in cutlass.range(thread, ranks, _THREADS):
@@ -281,8 +293,9 @@ def _choose(
 ) -> Int64:
     """All threads of the last block: the record of the best candidate; stores its rule.
 
-    The first candidate that exists is peel's; where it is candidate 0 it is chain's, which comes
-    first. ``best`` takes it where it is cheaper than pairs, the last one.
+    After the trees, the first candidate that exists is peel's; where it is the one without fills
+    it is chain's. ``best`` takes it where it is cheaper than pairs, the last candidate, and a tree
+    where that is cheaper still.
     """
     lane, _ = warp.lane_and_warp()
     last = config.candidates - 1
@@ -290,32 +303,63 @@ def _choose(
     # What all candidates cost, one a lane and round, all loads at once.
     records = [_record(scratch, cutlass.min(i * warp.WARP + lane, last), config) for i in rounds]
     costs = [[ptx.load(record + i * 4, "s32") for i in range(_RECEIVED)] for record in records]
-    first = Int32(last)
-    for i in cutlass.range_constexpr(len(rounds)):
-        g = len(rounds) - 1 - i
-        exists = costs[g][_EXISTS]
-        if g * warp.WARP + lane > last:
+    number, rule = Int32(last), Int32(RULES.index("pairs"))
+    if cutlass.const_expr(config.planner in ("best", "chain", "peel")):
+        first = _first_fill(costs, config)
+        better = Boolean(first == 0)
+        if cutlass.const_expr(config.planner == "best"):
+            better = _cheaper(_cost_of(costs, first), _cost_of(costs, Int32(last)), slots)
+        if better or config.planner == "peel":
+            number, rule = first, Int32(RULES.index("peel"))
+            if first == config.trees and config.planner != "peel":
+                rule = Int32(RULES.index("chain"))
+    if cutlass.const_expr(config.trees > 0):
+        tree = _best_tree(costs[0], slots)
+        better = Boolean(tree < config.trees)
+        if cutlass.const_expr(config.planner == "best"):
+            cheaper = _cheaper(_cost_of(costs, tree), _cost_of(costs, number), slots)
+            better = better and cheaper
+        if better:
+            number, rule = tree, Int32(RULES.index("trees"))
+    thread, _, _ = cute.arch.thread_idx()
+    if thread == 0:
+        ptx.store(out, rule, "s32")
+    return _record(scratch, number, config)
+
+
+@cute.jit
+def _first_fill(costs: list[list[Int32]], config: cutlass.Constexpr[PlanConfig]) -> Int32:
+    """The first candidate that exists after the trees."""
+    lane, _ = warp.lane_and_warp()
+    first = Int32(config.candidates - 1)
+    for i in cutlass.range_constexpr(len(costs)):
+        g = len(costs) - 1 - i
+        exists, number = costs[g][_EXISTS], g * warp.WARP + lane
+        if number < config.trees or number >= config.candidates:
             exists = Int32(0)
         who = warp.ballot(exists != 0)
         if who != 0:
             first = g * warp.WARP + warp.lowest(who)
-    rule = Int32(RULES.index("peel"))
-    if cutlass.const_expr(config.planner == "pairs"):
-        rule = Int32(RULES.index("pairs"))
-    elif cutlass.const_expr(config.planner == "chain"):
-        rule = Int32(RULES.index("pairs"))
-        if first == 0:
-            rule = Int32(RULES.index("chain"))
-    elif cutlass.const_expr(config.planner == "best"):
-        if first == 0:
-            rule = Int32(RULES.index("chain"))
-        if not _cheaper(_cost_of(costs, first), _cost_of(costs, Int32(last)), slots):
-            rule = Int32(RULES.index("pairs"))
-            first = Int32(last)
-    thread, _, _ = cute.arch.thread_idx()
-    if thread == 0:
-        ptx.store(out, rule, "s32")
-    return _record(scratch, first, config)
+    return first
+
+
+@cute.jit
+def _best_tree(costs: list[Int32], slots: Int32) -> Int32:
+    """The cheapest tree of the least limit that has one, ties to the first; 32 without any.
+
+    Args:
+        costs: of this lane's candidate. Those of the trees come first.
+    """
+    lane, _ = warp.lane_and_warp()
+    exists = Int32(lane < trees.CANDIDATES) & Int32(costs[_EXISTS] != 0)
+    limit = warp.lowest(warp.ballot(exists != 0)) // trees.KEYS
+    among = exists & Int32(lane // trees.KEYS == limit)
+    for cost in ((costs[_WIDEST] + slots - 1) // slots, costs[_BUSIEST], costs[_ALL]):
+        value = Int32(warp.MOST)
+        if among != 0:
+            value = cost
+        among = among & Int32(value == warp.warp_min(value))
+    return warp.lowest(warp.ballot(among != 0))
 
 
 @cute.jit

@@ -2,10 +2,11 @@
 
 Letters: R ranks, n home experts of a rank, E = R*n.
 
-All rules are one scheme, *candidate f*: the largest surplus fills the roomiest rank f times, then
-the ranks that have not been filled form a chain. With f = 0 this is the rule chain, with f = R - 1
-pairs, and peel is the least f whose chain exists (filled ranks have no surplus left, so pairs and
-peel fill alike). Candidates do not depend on each other: each is one block's work.
+All but trees are one scheme, *candidate f*: the largest surplus fills the roomiest rank f times,
+then the ranks that have not been filled form a chain. With f = 0 this is the rule chain, with
+f = R - 1 pairs, and peel is the least f whose chain exists (filled ranks have no surplus left, so
+pairs and peel fill alike). Trees are candidates of their own (`moonep_megatron.kernels.trees`). No
+candidate depends on another: each is one block's work.
 
 A rank's experts stand in shared memory by falling rows (ties: lowest id first), from ``head`` on,
 with ``after[k]``, the rows of the experts from the k-th on. A rank that passes on its largest k
@@ -19,32 +20,40 @@ from __future__ import annotations
 
 import cutlass
 from cutlass import Int32, Int64, cute
-from moonep_megatron.kernels import chain, ptx, warp
+from moonep_megatron.kernels import chain, transfers, trees, warp
 from moonep_megatron.kernels.candidate import EXISTS, FILLS, TRANSFERS, State, append, padded
-
-# Shared loads that a lane has under way at once.
-_BATCH = 4
 
 
 @cute.jit
 def find(
     s: State,
+    tree: Int32,
     fills: Int32,
     pieces: Int64,
     ranks: cutlass.Constexpr[int],
     homes: cutlass.Constexpr[int],
     threads: cutlass.Constexpr[int],
+    with_trees: cutlass.Constexpr[bool],
 ) -> None:
-    """All threads: carry out candidate ``fills`` and store its pieces."""
+    """All threads: carry out a candidate and store its pieces.
+
+    Args:
+        tree: number of the tree, or -1 for candidate ``fills``.
+    """
     _, own = warp.lane_and_warp()
-    if own == 0:
+    if cutlass.const_expr(with_trees):  # noqa: SIM102 - run time inside
+        if tree >= 0:
+            trees.stand(s, ranks, threads)
+            if own == 0:
+                trees.grow(s, tree, pieces, ranks, homes)
+    if tree < 0 and own == 0:
         _fill(s, fills, ranks)
     cute.arch.sync_threads()
     # Read before the barrier, behind which warp 0 may set it.
     filled, complete = s.scalars[FILLS], s.scalars[EXISTS]
-    _serve(s, Int32(0), filled, pieces, homes, threads)
+    transfers.serve(s, Int32(0), filled, pieces, homes, threads)
     cute.arch.sync_threads()
-    if complete == 0:
+    if complete == 0 and tree < 0:
         left = ranks - filled
         if left <= chain.EXACT_RANKS:
             chain.exact_row(s, left, ranks, homes, threads)
@@ -53,7 +62,7 @@ def find(
                 chain.greedy_row(s, left, ranks, homes)
         cute.arch.sync_threads()
         if s.scalars[EXISTS] == 1:
-            _serve(s, filled, s.scalars[TRANSFERS], pieces, homes, threads)
+            transfers.serve(s, filled, s.scalars[TRANSFERS], pieces, homes, threads)
     cute.arch.sync_threads()
 
 
@@ -98,107 +107,3 @@ def _fill(s: State, fills: Int32, ranks: cutlass.Constexpr[int]) -> None:
         s.surplus[g * warp.WARP + lane] = surplus[g]
         if filled[g] != 0:
             s.open[g * warp.WARP + lane] = 0
-
-
-@cute.jit
-def _serve(
-    s: State,
-    first: Int32,
-    last: Int32,
-    pieces: Int64,
-    homes: cutlass.Constexpr[int],
-    threads: cutlass.Constexpr[int],
-) -> None:
-    """All warps: say which experts move, a donor a warp, so that its transfers stay in order."""
-    lane, own = warp.lane_and_warp()
-    for start in cutlass.range(first, last, warp.WARP):
-        ours = Int32(0)
-        if start + lane < last:
-            ours = Int32(s.donor[start + lane] % (threads // warp.WARP) == own)
-        left = warp.ballot(ours != 0)
-        while left != 0:
-            t = start + warp.lowest(left)
-            left &= left - 1
-            _take(s, s.donor[t], s.receiver[t], s.moved[t], pieces, homes)
-
-
-@cute.jit
-def _take(
-    s: State,
-    donor: Int32,
-    receiver: Int32,
-    moved: Int32,
-    pieces: Int64,
-    homes: cutlass.Constexpr[int],
-) -> None:
-    """One warp: remove rows of the donor, largest expert first, and store the pieces.
-
-    What is left of the last expert touched moves to its place in the falling order.
-    """
-    lane, _ = warp.lane_and_warp()
-    row = donor * (homes + 1)
-    head = s.head[donor]
-    keeps = s.after[row + head] - moved
-    whole = Int32(0)
-    for start in cutlass.range(0, homes, _BATCH * warp.WARP):
-        # Also the experts before the head, so that these loads need not wait for it.
-        ks = [start + i * warp.WARP + lane for i in range(_BATCH)]
-        after = [s.after[row + cutlass.min(k + 1, homes)] for k in ks]
-        for i in cutlass.range_constexpr(_BATCH):
-            if ks[i] >= head and ks[i] < homes and after[i] > keeps:
-                whole += 1
-    # experts head..cut-1 leave as a whole, expert ``cut`` in part or as a whole
-    cut = head + warp.warp_sum(whole)
-    left = keeps - s.after[row + cut + 1]
-    for start in cutlass.range(head, cut + 1, warp.WARP):
-        k = start + lane
-        if k <= cut:
-            given = s.rows[row + k]
-            if k == cut:
-                given -= left
-            piece = pieces + Int64(receiver * homes + k - head) * 8
-            ptx.store(piece, donor * homes + s.expert[row + k], "s32")
-            ptx.store(piece + 4, given, "s32")
-    new_head = cut + 1
-    if left > 0:
-        _reinsert(s, row, cut, left, homes)
-        new_head = cut
-    # All lanes have read the old head.
-    cute.arch.sync_warp()
-    if lane == 0:
-        s.head[donor] = new_head
-        s.received[receiver] = cut + 1 - head
-        s.sent[donor] = s.sent[donor] + cut + 1 - head
-    cute.arch.sync_warp()
-
-
-@cute.jit
-def _reinsert(s: State, row: Int32, cut: Int32, left: Int32, homes: cutlass.Constexpr[int]) -> None:
-    """One warp: expert ``cut`` keeps ``left`` rows; move it to its place in the falling order."""
-    lane, _ = warp.lane_and_warp()
-    expert, passed = s.expert[row + cut], Int32(0)
-    for start in cutlass.range(cut + 1, homes, warp.WARP):
-        k = start + lane
-        if k < homes:
-            rows = s.rows[row + k]
-            if rows > left or (rows == left and s.expert[row + k] < expert):
-                passed += 1
-    end = cut + warp.warp_sum(passed)
-    # The experts passed move up. A step reads ahead of what it writes, and no step reads what an
-    # earlier one wrote.
-    for start in cutlass.range(cut, end, warp.WARP):
-        k = cutlass.min(start + lane, end - 1)
-        next_rows, next_expert = s.rows[row + k + 1], s.expert[row + k + 1]
-        next_after = s.after[row + k + 1] + left
-        cute.arch.sync_warp()
-        if start + lane < end:
-            s.rows[row + k] = next_rows
-            s.expert[row + k] = next_expert
-            s.after[row + k] = next_after
-        cute.arch.sync_warp()
-    # all lanes have read the old state
-    cute.arch.sync_warp()
-    if lane == 0:
-        s.rows[row + end] = left
-        s.expert[row + end] = expert
-        s.after[row + end] = s.after[row + end + 1] + left

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moonep_megatron.caps import SLACK_UNIT
-from moonep_megatron.rules import PLANNERS, RULES, SEARCH, solve_within
+from moonep_megatron.rules import PLANNERS, RULES, solve_within
 from moonep_megatron.transfers import Piece
 
 __all__ = ["PLANNERS", "Plan", "destinations", "make_plan", "plan_hash"]
@@ -98,7 +98,7 @@ def make_plan(
 
     Args:
         counts_RE: int32 or int64 [R, E], T[r,e] >= 0.
-        planner: one of ``PLANNERS``, or ``search``, which no kernel has.
+        planner: one of ``PLANNERS``.
         slots: duplicates a rank can hold at a time, 1..n (default n). Any value gives an exact
             plan; it changes only what ``best`` prefers.
         slack: how far above an equal share a rank may be, in parts of ``caps.SLACK_UNIT``.
@@ -115,7 +115,7 @@ def make_plan(
     ranks, homes = _check_counts(counts_RE)
     slots = homes if slots is None else slots
     _check_slots(slots, homes)
-    if planner not in (*PLANNERS, SEARCH):
+    if planner not in PLANNERS:
         raise ValueError(f"planner {planner!r} is unknown: use one of {', '.join(PLANNERS)}")
     if not 0 <= slack <= SLACK_UNIT:
         raise ValueError(f"slack {slack} is outside 0..{SLACK_UNIT}, parts of {SLACK_UNIT}")

@@ -5,9 +5,10 @@ on the host, and every tie goes to the lowest rank, so that all ranks reach the 
 
 ``homes`` holds, for every rank, the routed rows of its n home experts, ``caps`` the rows that every
 rank must compute, from `moonep_megatron.caps`; both sum to the same number. The *surplus* of a rank
-is the sum of its homes minus its cap. No rank lacks more rows than any with a surplus holds. A rule
-returns transfers (donor, receiver, rows) after which every surplus is zero, or None where it finds
-none. Two facts hold for every rule, and keep the foreign experts of a rank at or below n:
+is the sum of its homes minus its cap. No rank lacks more rows than any with a surplus holds. A
+rule returns transfers (donor, receiver, rows) after which every surplus is zero, or None where it
+finds none; `trees` returns several such lists. Two facts hold for every rule, and keep the foreign
+experts of a rank at or below n:
 
 - a donor gives rows of its own experts only, and
 - a rank receives at most once. After that it is exactly full and never gives again.
@@ -24,7 +25,8 @@ from moonep_megatron.trees import trees
 EXACT_CHAIN_RANKS = 8
 
 
-Rule = Callable[[Loads, Sequence[int]], list[Transfer] | None]
+Rule = Callable[[Loads, Sequence[int]], list[list[Transfer]]]
+"""Its candidates, the best of which counts."""
 
 
 def _fill(surplus: list[int]) -> Transfer:
@@ -98,16 +100,27 @@ def peel(homes: Loads, caps: Sequence[int]) -> list[Transfer]:
     return transfers
 
 
-_SINGLE: dict[str, Rule] = {"pairs": pairs, "chain": chain, "peel": peel}
+def _one(rule: Callable[[Loads, Sequence[int]], list[Transfer] | None]) -> Rule:
+    """A rule of at most one candidate."""
 
-RULES = (*_SINGLE, "trees")
+    def candidates(homes: Loads, caps: Sequence[int]) -> list[list[Transfer]]:
+        found = rule(homes, caps)
+        return [] if found is None else [found]
+
+    return candidates
+
+
+_RULES: dict[str, Rule] = {
+    "pairs": _one(pairs),
+    "chain": _one(chain),
+    "peel": _one(peel),
+    "trees": trees,
+}
+
+RULES = tuple(_RULES)
 """All rules; a plan names its own by the place here."""
 
-PLANNERS = ("best", *_SINGLE)
-"""Planners of both backends."""
-
-SEARCH = "search"
-"""Planner that also tries `trees`: of the reference only, for simulations and benchmarks."""
+PLANNERS = ("best", *RULES)
 
 
 def solve(
@@ -115,24 +128,21 @@ def solve(
 ) -> tuple[str, list[Piece]]:
     """Run ``planner`` and return the name of the rule used with its pieces.
 
-    ``best`` and ``search`` take the lowest (waves, D, U), ties to the first of ``RULES``. A single
-    rule that finds nothing (only ``chain`` can) gives way to ``pairs``, and the name returned says
-    so.
+    Of all that its rules find it takes the lowest (waves, D, U), ties to the first: ``best`` asks
+    all ``RULES``, any other planner the one it names. Where that finds nothing (only ``chain`` and
+    ``trees`` can) ``pairs`` takes its place, and the name returned says so.
     """
 
     def price(one: tuple[str, list[Piece]]) -> tuple[int, int, int]:
         return cost(len(caps), one[1], slots)
 
-    found = []
-    for name in (planner,) if planner in _SINGLE else _SINGLE:
-        transfers = _SINGLE[name](homes, caps)
-        if transfers is not None:
-            found.append((name, pieces(homes, transfers)))
+    found = [
+        (name, pieces(homes, transfers))
+        for name in (RULES if planner == "best" else (planner,))
+        for transfers in _RULES[name](homes, caps)
+    ]
     if not found:
         found.append(("pairs", pieces(homes, pairs(homes, caps))))
-    if planner == SEARCH:
-        busiest = min(price(one)[1] for one in found)
-        found += [("trees", pieces(homes, tree)) for tree in trees(homes, caps, busiest)]
     return min(found, key=price)
 
 

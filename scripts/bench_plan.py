@@ -1,6 +1,6 @@
 """Time the reference planner on one CPU core.
 
-    python scripts/bench_plan.py [--planner search] [--json FILE]
+    python scripts/bench_plan.py [--planner RULE] [--json FILE]
 
 Time is that of ``make_plan`` from the counts to the finished plan, and of ``destinations`` for one
 rank's entries; it is CPU time, so that waiting for a busy machine does not count. How good plans
@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from moonep_megatron.plan import PLANNERS, destinations, make_plan
-from moonep_megatron.rules import SEARCH
 
 SIZES = [(8, 64), (8, 896), (16, 256), (32, 256), (64, 256), (64, 1024), (128, 1024)]
 
@@ -81,7 +80,7 @@ def bench_time(planner: str, repeat: int, tokens: int, choices: int) -> list[dic
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--planner", choices=(*PLANNERS, SEARCH), default="best")
+    parser.add_argument("--planner", choices=PLANNERS, default="best")
     parser.add_argument("--repeat", type=int, default=7, help="calls timed; the median counts")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens a rank")
     parser.add_argument("--choices", type=int, default=8, help="experts a token")

@@ -28,7 +28,7 @@ from simulation.quality import judge
 from simulation.synthetic import KINDS, Synthetic
 from simulation.times import Model
 
-from moonep_megatron.rules import PLANNERS, SEARCH
+from moonep_megatron.rules import PLANNERS
 
 MOST_RANKS = 128
 Row = dict[str, Any]
@@ -56,7 +56,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument("--exponent", type=_positive(float), default=0.8, help="of zipf")
     source.add_argument("--concentration", type=_positive(float), default=1.0, help="of dirichlet")
     parser.add_argument("--ranks", type=_numbers, default=[8, 16, 32, 64], help="R, each 1..128")
-    parser.add_argument("--planner", choices=(*PLANNERS, SEARCH), default="best")
+    parser.add_argument("--planner", choices=PLANNERS, default="best")
     model = parser.add_argument_group("cost model")
     for name, kind, text in (
         ("width", int, "H, row width"),

@@ -98,7 +98,7 @@ def test_bounds_by_hand() -> None:
 @given(counts=routings())
 def test_no_plan_is_below_the_bounds(counts: torch.Tensor) -> None:
     least = bounds(counts.sum(0).tolist(), len(counts))
-    for planner in ("best", "search"):
+    for planner in ("best", "trees"):
         plan = make_plan(counts, planner=planner)
         assert plan.busiest >= least.busiest and plan.duplicates >= least.duplicates
         assert all(a >= b for a, b in zip(plan.received_R.tolist(), least.received, strict=True))
@@ -125,16 +125,10 @@ def recorded() -> list[tuple[str, list[int]]]:
 
 @pytest.mark.skipif(not ROUTING.is_dir(), reason="needs the recorded routing")
 def test_eight_ranks_against_the_exact_solver() -> None:
-    """``search`` is as good as any plan on every layer, ``best`` on all but a few hot ones."""
-    optimal = {"best": 0, "search": 0}
+    """No plan has a less busy rank than ``best`` on any layer."""
     layers = recorded()
     for name, total_E in layers:
         least = least_busiest(total_E, 8)
         assert bounds(total_E, 8).busiest <= least, name
-        for planner in optimal:
-            found = busiest(total_E, 8, planner)
-            assert found >= least, name
-            optimal[planner] += found == least
+        assert busiest(total_E, 8, "best") == least, name
     assert len(layers) >= 20
-    assert optimal["search"] == len(layers)
-    assert optimal["best"] >= len(layers) - 3

@@ -23,7 +23,7 @@ def test_best_takes_the_lowest_waves_then_busiest_then_all(
 ) -> None:
     homes = counts.shape[1] // counts.shape[0]
     slots = 1 + round(fraction * (homes - 1))
-    rules = [make_plan(counts, planner=rule) for rule in PLANNERS if rule != "best"]
+    rules = [make_plan(counts, planner=rule, slots=slots) for rule in PLANNERS[1:]]
     costs = [(plan.waves(slots), plan.busiest, plan.duplicates) for plan in rules]
     best = make_plan(counts, slots=slots)
     winner = rules[costs.index(min(costs))]
@@ -125,19 +125,6 @@ def test_chain_without_an_admissible_row_uses_pairs() -> None:
 # Trees ------------------------------------------------------------------------------------------
 
 
-@settings(lenient, max_examples=100)
-@given(counts=routings(), slots=st.integers(1, 4))
-@example(counts=random_counts("hot half", 64, 1024, 65536, 0), slots=1)
-@example(counts=random_counts("one expert", 64, 64, 65536, 0), slots=1)
-def test_search_is_never_worse_than_best(counts: torch.Tensor, slots: int) -> None:
-    slots = min(slots, counts.shape[1] // counts.shape[0])
-    best, search = (make_plan(counts, planner=one, slots=slots) for one in ("best", "search"))
-    check_plan(search, counts)
-    costs = [(plan.waves(slots), plan.busiest, plan.duplicates) for plan in (search, best)]
-    assert costs[0] <= costs[1]
-    assert search.rule == "trees" or plan_hash(search) == plan_hash(best)
-
-
 @settings(lenient, max_examples=250)
 @given(
     ranks=st.integers(1, 40),
@@ -157,7 +144,7 @@ def test_trees_move_what_they_say(
     # the bound of the senders, so that the limit itself is put to the test
     surplus = [sum(home) - cap for home, cap in zip(own, caps, strict=True)]
     most = max(sender_bound(own, surplus, max(caps))) + extra
-    found = trees(own, caps, most)
+    found = trees(own, caps, 1 + extra)
     assert len(found) <= len(KEYS)
     for tree in found:
         left, taken = [list(home) for home in own], [0] * ranks
@@ -182,5 +169,5 @@ def test_trees_give_a_hot_rank_receivers_of_the_right_size() -> None:
     homes = [[24, 0], *[[4, 0]] * 4]
     caps = [8] * 5
     assert cost(5, pieces(homes, peel(homes, caps)), 2)[1] == 3
-    (first, *_) = trees(homes, caps, 4)
+    (first, *_) = trees(homes, caps)
     assert cost(5, pieces(homes, first), 2)[1] == 2
