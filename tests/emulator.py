@@ -214,8 +214,9 @@ arch = types.SimpleNamespace(
     grid_dim=lambda: (current.block.grid, 1, 1),
     sync_threads=lambda: meet("block", current.block.size, "block", None, to_all(lambda v: None)),
     sync_warp=lambda mask=0xFFFFFFFF: in_warp("sync", None, to_all(lambda v: None), mask),
+    # Not negative: ``bits & bits - 1`` of a lone bit 31 is 0 only where integers wrap.
     vote_ballot_sync=lambda flag: in_warp(
-        "ballot", bool(flag), to_all(lambda v: wrap(sum(1 << i % WARP for i in v if v[i])))
+        "ballot", bool(flag), to_all(lambda v: sum(1 << i % WARP for i in v if v[i]))
     ),
     warp_redux_sync=lambda value, kind: in_warp(
         kind, value, to_all(lambda v: REDUCE[kind](v.values()))

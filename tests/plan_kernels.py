@@ -100,7 +100,9 @@ def exchanged(k, counts_RE, rank, device, counts_CE=None):
     )
 
 
-def check_plan(k, device, counts_RE, planner="best", slots=None, seed=0, rank=0, planners=None):
+def check_plan(
+    k, device, counts_RE, planner="best", slots=None, seed=0, rank=0, planners=None, slack=0
+):
     """The plan, but ``rows_RE``, against the definition; returns both.
 
     Args:
@@ -109,14 +111,14 @@ def check_plan(k, device, counts_RE, planner="best", slots=None, seed=0, rank=0,
     ranks, experts = counts_RE.shape
     slots = slots or experts // ranks
     order = home_order(ranks, experts // ranks, seed)
-    key = (ranks, experts, planner, slots)
+    key = (ranks, experts, planner, slots, slack)
     planners = {} if planners is None else planners
     if key not in planners:
         planners[key] = k.plan.Planner(
-            ranks, experts, planner=planner, slots=slots, most_rows=1, device=device
+            ranks, experts, planner=planner, slots=slots, slack=slack, most_rows=1, device=device
         )
     got = planners[key].plan(exchanged(k, counts_RE, rank, device), order.to(device), rank)
-    expected = make_plan(counts_RE, planner=planner, slots=slots, home_order_Rn=order)
+    expected = make_plan(counts_RE, planner=planner, slots=slots, slack=slack, home_order_Rn=order)
     compare_plans(k, got, expected, FIELDS[:-1])
     return got, expected
 
@@ -127,11 +129,11 @@ def compare_plans(k, got, expected, fields=FIELDS):
         equal(field, getattr(got, field), getattr(expected, field))
 
 
-def check_destinations(k, device, counts_RE, topk, planner="best", seed=0, ranks=None):
+def check_destinations(k, device, counts_RE, topk, planner="best", seed=0, ranks=None, slack=0):
     """Plan, dense rows and destinations of some ranks (default: all)."""
     ids = random_ids(counts_RE, topk, seed)
     for rank in range(len(counts_RE)) if ranks is None else ranks:
-        got, expected = check_plan(k, device, counts_RE, planner, seed=seed, rank=rank)
+        got, expected = check_plan(k, device, counts_RE, planner, seed=seed, rank=rank, slack=slack)
         mine, places, counts_CE = k.counting.count(ids[rank].int().to(device), counts_RE.shape[1])
         first = exchanged(k, counts_RE, rank, device, counts_CE).first_CE
         there = k.destinations.destinations(got, mine, places, first, rank)

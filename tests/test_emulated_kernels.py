@@ -21,6 +21,7 @@ from plan_kernels import (
 )
 from routings import LOADS, random_counts
 
+from moonep_megatron import caps
 from moonep_megatron.plan import destinations, make_plan
 
 CPU = torch.device("cpu")
@@ -83,10 +84,44 @@ def test_best_takes_every_rule(k, ranks, homes):
     assert rules == {"pairs", "chain", "peel"}
 
 
+@pytest.mark.parametrize("slack", [1, 100, 1000, 10_000])
+@pytest.mark.parametrize("ranks", [1, 2, 5, 9])
+def test_plan_within_a_slack(k, ranks, slack):
+    """Whole tiles fit the slack, or do not."""
+    draw = random.Random(f"{ranks} {slack}")
+    for load, rows in draw.sample([("zipf", 3000), ("hot rank", 40), ("hot half", 9000)], 2):
+        homes, planner = draw.choice([1, 2, 5]), draw.choice(k.plan.PLANNERS)
+        counts = random_counts(load, ranks, ranks * homes, rows, draw.randrange(1000))
+        check_plan(k, CPU, counts, planner, rank=draw.randrange(ranks), slack=slack)
+
+
+def test_slack_of_more_ranks_than_a_warp_has_lanes(k):
+    check_plan(k, CPU, random_counts("zipf", 34, 34, 9000, 1), "pairs", slack=300)
+
+
+def test_constants_of_a_slack(k):
+    assert (k.caps.SLACK_UNIT, k.caps.TILE) == (caps.SLACK_UNIT, caps.TILE)
+
+
+def test_slack_of_the_largest_counts(k):
+    """As many rows as the kernels count, all of one rank: 31 bits are just enough."""
+    for ranks in (1, 2):
+        counts = torch.zeros(ranks, 2 * ranks, dtype=torch.int64)
+        counts[0, :2] = torch.tensor([2**31 - 1 - 77, 77])
+        check_plan(k, CPU, counts, slack=10_000)
+
+
+def test_the_exact_plan_where_a_slack_costs(k):
+    homes = torch.tensor([[7, 7, 6, 0, 1, 0, 0, 0, 1], [0] * 9, [0] * 9])
+    _, plan = check_plan(k, CPU, homes, slack=3000)
+    assert plan.cap_R.tolist() == [8, 7, 7], "the exact caps"
+
+
 @pytest.mark.parametrize("planner", ["pairs", "best"])
 def test_destinations(k, planner):
     check_destinations(k, CPU, random_counts("zipf", 4, 12, 90, 3), 3, planner)
     check_destinations(k, CPU, random_counts("one expert", 5, 5, 150, 4), 2, planner)
+    check_destinations(k, CPU, random_counts("zipf", 3, 9, 90, 5), 2, planner, slack=2000)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -360,6 +360,7 @@ class SymmetricBackend(Backend):
                 self.num_experts,
                 planner=self._planner_name,
                 slots=self.slots,
+                slack=self.slack,
                 most_rows=most,
                 device=self.device,
             )
