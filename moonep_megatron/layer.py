@@ -151,7 +151,7 @@ class MoonEPMoELayer(MoELayer):
             dtype=fc1.dtype,
             device=rows.device,
         )
-        count = self.moonep.slots or self.num_local_experts
+        count = self.token_dispatcher.backend.slots
         route = self.token_dispatcher.current_route()
         kept = route.receive_rows * rows.shape[1], route.source_row_N.numel() * fc1.shape[0]
         log_once(
