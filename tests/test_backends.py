@@ -101,6 +101,11 @@ def test_slots_default_to_the_home_experts_and_redispatch_passes():
     assert (name, options["slots"]) == ("FakeSymmetric", 4)
 
 
+def test_a_single_rank_has_one_slot_only():
+    ((_, options, _),) = _on(1, {}, backend="symmetric", slots=4)
+    assert options["slots"] == 1
+
+
 REASONS = [
     ({"cuda": {1: False}}, ("no CUDA device", "[1]")),
     ({"major": {0: 8}}, ("capability 8", "[0]")),

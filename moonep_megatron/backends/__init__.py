@@ -60,7 +60,9 @@ def make_backend(
 
 
 def _slots(config: MoonEPConfig, group: dist.ProcessGroup, num_experts: int) -> int:
-    return config.slots or num_experts // dist.get_world_size(group)
+    """B; a single rank has no use for duplicates."""
+    ranks = dist.get_world_size(group)
+    return 1 if ranks == 1 else config.slots or num_experts // ranks
 
 
 def _symmetric(config: MoonEPConfig, group: dist.ProcessGroup, num_experts: int) -> Backend:

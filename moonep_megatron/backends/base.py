@@ -96,6 +96,7 @@ class Backend(ABC):
 
     rank: int
     size: int
+    slots: int
     layer: int = 0
     """Number of the layer, for messages."""
     device_bounds: bool = False

@@ -149,7 +149,7 @@ class SymmetricBackend(Backend):
             tokens=tokens,
             topk=topk,
             max_tokens=max_tokens,
-            waves=-(-homes // self.slots),
+            waves=-(-homes // self.slots) if self.size > 1 else 0,
             rank=self.rank,
             rank_sK=rank_sK,
             row_sK=row_sK,
