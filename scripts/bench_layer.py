@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from layer_bench import figure, report
-from layer_bench.options import CASES, DISPATCHERS, SHAPES, Options, Shape, importable
+from layer_bench.options import CASES, DISPATCHERS, FORMS, SHAPES, Options, Shape, importable
 from layer_bench.ranks import run
 from rich.console import Console
 
@@ -43,7 +43,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dispatchers",
         type=_words(DISPATCHERS),
-        help=f"of {','.join(DISPATCHERS)} (default: all that can run but moonep-collective)",
+        help=f"of {','.join(DISPATCHERS)} (default: all that can run but {' and '.join(FORMS)})",
     )
     parser.add_argument(
         "--experts",
@@ -109,7 +109,7 @@ def _complete(args: argparse.Namespace) -> None:
             args.missing.append("transformer_engine is missing: its experts are left out")
     if args.dispatchers is None:
         flex = not cpu and importable("deep_ep")
-        left_out = {"moonep-collective"} | (set() if flex else {"flex"})
+        left_out = {*FORMS} | (set() if flex else {"flex"})
         args.dispatchers = tuple(name for name in DISPATCHERS if name not in left_out)
         if not flex and not cpu:
             args.missing.append("deep_ep is missing: flex is left out")
@@ -123,6 +123,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--device cpu, but there are {gpus} GPUs: set CUDA_VISIBLE_DEVICES=''")
     if args.ranks < 1 or (args.device == "cuda" and args.ranks > gpus):
         parser.error(f"--ranks {args.ranks}: from 1 to the {gpus} GPUs, one process each")
+    if "moonep-redispatch" in args.dispatchers and args.device == "cpu":
+        parser.error("--dispatchers moonep-redispatch: dispatching again needs the GPU's backend")
     if "te" in args.experts and (args.device == "cpu" or not importable("transformer_engine")):
         parser.error("--experts te: transformer_engine and a GPU are needed")
     _check_shapes(parser, args)

@@ -231,6 +231,7 @@ def test_host_syncs_and_exposed_transfers_of_one_pass(tmp_path: Path):
         (["--device", "cpu", "--maxvio", "-1"], "--maxvio"),
         (["--device", "cpu", "--experts", "te"], "--experts te"),
         (["--device", "cpu", "--dispatchers", "magic"], "magic"),
+        (["--device", "cpu", "--dispatchers", "moonep-redispatch"], "moonep-redispatch"),
     ],
 )
 def test_bad_arguments_are_refused(flags, words, monkeypatch, capsys):

@@ -11,7 +11,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from layer_bench.options import IDEAL
+from layer_bench.options import FORMS, IDEAL
 from layer_bench.report import name_of
 
 _COLORS = {"alltoall": "tab:orange", "allgather": "tab:green", "flex": "tab:purple"}
@@ -59,7 +59,7 @@ def _panel(axes: Any, rows: list[dict[str, Any]], kind: str) -> None:
             continue
         points = sorted((r[x], r["ms"]) for r in own if r["kind"] in (kind, "balanced"))
         color = _COLORS.get(dispatcher, _MOONEP)
-        dashes = ":" if dispatcher == "moonep-collective" else dashes
+        dashes = FORMS.get(dispatcher, dashes)
         axes.plot(*zip(*points, strict=True), dashes, marker="o", color=color, label=name)
     axes.set(xlabel=_PANELS[kind][1], ylabel="forward + backward, ms")
     axes.set_ylim(bottom=0)

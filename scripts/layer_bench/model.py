@@ -113,11 +113,17 @@ class Layer:
             gradient.zero_()
 
     def _config(self, options: Options) -> TransformerConfig:
-        dispatcher = self.variant.dispatcher.partition("-")[0]
+        dispatcher, _, form = self.variant.dispatcher.partition("-")
         if dispatcher == "moonep":
-            collective = options.device == "cpu" or self.variant.dispatcher.endswith("collective")
-            backend = "collective" if collective else "symmetric"
-            enable(MoonEPConfig(backend=backend, slots=options.slots, max_tokens=self.shape.tokens))
+            collective = options.device == "cpu" or form == "collective"
+            enable(
+                MoonEPConfig(
+                    backend="collective" if collective else "symmetric",
+                    slots=options.slots,
+                    max_tokens=self.shape.tokens,
+                    redispatch=form == "redispatch",
+                )
+            )
         te, cuda = importable("transformer_engine"), options.device == "cuda"
         self.fusion = te or parallel_layers._grad_accum_fusion_available
         if not te and cuda:

@@ -8,7 +8,16 @@ from pathlib import Path
 
 CASES = ("one", "even")
 # Dispatchers, in the order in which they run: moonep last, its buffers stay.
-DISPATCHERS = ("alltoall", "allgather", "flex", "moonep-collective", "moonep")
+DISPATCHERS = (
+    "alltoall",
+    "allgather",
+    "flex",
+    "moonep-collective",
+    "moonep-redispatch",
+    "moonep",
+)
+# Forms of moonep that are measured only when asked for, and how the plot shows them.
+FORMS = {"moonep-collective": ":", "moonep-redispatch": "-."}
 IDEAL = "ideal"
 
 

@@ -18,7 +18,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from layer_bench.options import IDEAL, Options
+from layer_bench.options import FORMS, IDEAL, Options
 
 Row = dict[str, Any]
 BASELINES = ("alltoall", "allgather")
@@ -144,7 +144,8 @@ def _times(title: str, rows: list[Row]) -> Table:
     for case in cases:
         here = ideal | {name_of(row): row for row in rows if row["case"] == case}
         measured = [row for row in here.values() if row["case"] == case]
-        any_row, ours = measured[-1], here.get("moonep") or here.get("moonep-collective", {})
+        any_row = measured[-1]
+        ours = next((here[name] for name in ("moonep", *FORMS) if name in here), {})
         few = any_row.get("hot_experts", 1)
         table.add_row(
             case + (f" ({few} experts)" if few > 1 else ""),
