@@ -256,7 +256,33 @@ FEATURES: tuple[Feature, ...] = (
         "--overlap-moe-expert-parallel-comm",
         "overlap_moe_expert_parallel_comm",
     ),
-    _refused("CUDA graphs", "--cuda-graph-impl", "cuda_graph_impl"),
+    _yes(
+        "CUDA graphs of whole layers (symmetric backend)",
+        "--cuda-graph-impl local, transformer_engine",
+        "gpu/test_features.py::test_graphs_of_layers",
+    ),
+    _yes(
+        "CUDA graphs of router and preprocessing",
+        "--cuda-graph-modules moe_router moe_preprocess",
+        "test_features_graphs.py::test_state_crosses_from_a_graph_in_tensors_alone",
+        "gpu/test_features.py::test_graphs_of_layers",
+    ),
+    _yes(
+        "CUDA graph of the whole iteration (symmetric backend)",
+        "--cuda-graph-impl full_iteration",
+        "gpu/test_graph.py::test_forward_and_backward",
+        "gpu/test_features.py::test_graph_of_an_iteration",
+    ),
+    _refused(
+        "graphs over the dispatch on the collective backend",
+        "--cuda-graph-impl --moe-moonep-backend collective",
+        "cuda_graph_impl",
+    ),
+    _refused(
+        "graphs that cut overlapped shared experts",
+        "--cuda-graph-modules moe_preprocess --moe-shared-expert-overlap",
+        "cuda_graph_modules",
+    ),
     _refused("batch-invariant mode", "--batch-invariant-mode", "batch_invariant_mode"),
     # Inference
     _yes(

@@ -39,13 +39,13 @@ def forced_gating(
 def _bias(logits_sE: Tensor, maxvio: float, topk: int, hot_expert: int) -> Tensor:
     """A bias [E] under which the top-k loads approach the target, by steps in log load."""
     tokens, experts = logits_sE.shape
-    target_E = torch.full((experts,), (experts - 1 - maxvio) / max(experts - 1, 1)).to(logits_sE)
+    target_E = logits_sE.new_full((experts,), (experts - 1 - maxvio) / max(experts - 1, 1))
     target_E[hot_expert] = 1 + maxvio
-    bias_E = torch.zeros(experts).to(logits_sE)
+    bias_E = logits_sE.new_zeros(experts)
     spread = logits_sE.std() if tokens > 1 else logits_sE.new_ones(())
     for i in range(_ROUNDS):
         chosen = (logits_sE + bias_E).topk(topk, dim=1).indices.reshape(-1)
-        load_E = torch.zeros(experts).to(logits_sE)
+        load_E = logits_sE.new_zeros(experts)
         load_E.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=load_E.dtype))
         # Half a row keeps empty experts finite; the step shrinks, so the loads settle.
         ratio = (target_E * tokens * topk / experts + 0.5) / (load_E + 0.5)

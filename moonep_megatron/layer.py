@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from moonep_megatron.dispatcher import MoonEPTokenDispatcher, recomputing
 from moonep_megatron.experts import ExpertCall, run_experts
 from moonep_megatron.forced import forced_gating
 from moonep_megatron.plan import plan_hash
+from moonep_megatron.refusals import captures_dispatch
 from moonep_megatron.slots import SlotPool, SlotShape, slot_pool
 from moonep_megatron.weights import HomeWeights
 
@@ -68,6 +70,7 @@ class MoonEPMoELayer(MoELayer):
                 dtype=config.params_dtype,
             ),
         )
+        self._check_capture()
         if self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
         self.activation = activation(config, fuse=torch.cuda.is_available())
@@ -85,11 +88,31 @@ class MoonEPMoELayer(MoELayer):
                 lambda: (self.layer_number or 0) % config.num_moe_experts,
             )
 
+    def _check_capture(self) -> None:
+        """Refuse graphs over what waits for the host, now that the backend is known.
+
+        Raises:
+            ValueError: names the flag, also where `auto` has taken the collective backend.
+        """
+        if not captures_dispatch(self.config):
+            return
+        if not self.token_dispatcher.backend.device_bounds:
+            moonep_config.check(self.config, replace(self.moonep, backend="collective"))
+        fc1, fc2 = (p.weights()[0] for p in (self.home.fc1, self.home.fc2))
+        reason = quack_gemm.refusal(self.config.params_dtype, *fc1.shape, *fc2.shape)
+        if reason is not None:
+            raise ValueError(
+                f"--cuda-graph-impl = {self.config.cuda_graph_impl!r} is not supported: quack's "
+                f"grouped GEMM cannot serve these experts ({reason}), and torch's products wait "
+                "for the host; leave it out."
+            )
+
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Megatron's routing, unchanged; its histogram [E] is kept while metrics are recorded."""
         routed = super().route(hidden_states, padding_mask)
         if metrics.recording():
-            self.router_histogram = routed[1].sum(0)
+            # A replayed graph that ends behind the preprocessing keeps its routing map.
+            self.router_histogram = None if routed[1] is None else routed[1].sum(0)
         return routed
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

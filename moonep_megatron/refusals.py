@@ -66,6 +66,29 @@ def _unbounded_tokens(value: Any, at: _Settings) -> bool:
     return bool(value) and at.moe_moonep_max_tokens is None
 
 
+def captures_dispatch(at: Any) -> bool:
+    """Whether a CUDA graph of Megatron's holds the dispatch and the experts.
+
+    Args:
+        at: a TransformerConfig after its validation.
+    """
+    if at.cuda_graph_impl in (None, "none"):
+        return False
+    modules = {module.name for module in at.cuda_graph_modules or ()}
+    # No modules stand for whole layers; `local` captures a whole layer for its attention's sake.
+    whole = at.cuda_graph_impl == "full_iteration" or not modules
+    return whole or "moe" in modules or (at.cuda_graph_impl == "local" and "attn" in modules)
+
+
+def _sizes_asked_in_graph(_: Any, at: _Settings) -> bool:
+    return at.moe_moonep_backend == "collective" and captures_dispatch(at)
+
+
+def _shared_experts_cut(value: Any, at: _Settings) -> bool:
+    cut = any(module.name == "moe_preprocess" for module in value or ())
+    return cut and at.cuda_graph_impl != "none" and bool(at.moe_shared_expert_overlap)
+
+
 def _unknown_activation(value: Any, _: _Settings) -> bool:
     import torch.nn.functional as F  # noqa: PLC0415
     from megatron.core.activations import quick_gelu, squared_relu  # noqa: PLC0415
@@ -265,9 +288,24 @@ REFUSED: tuple[Refusal, ...] = (
     *_group(_ORDER, "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"),
     Refusal(
         "cuda_graph_impl",
-        "the layer asks the host for sizes, which a graph cannot",
-        when="other than none",
-        refused=_other_than("none"),
+        "the collective backend asks the host for sizes, which a graph cannot",
+        when="the backend is `collective` and a graph holds the dispatch: `full_iteration`, whole "
+        "layers, or `local` with `attn`",
+        refused=_sizes_asked_in_graph,
+        remedy="leave it out, or capture --cuda-graph-modules moe_router moe_preprocess only",
+    ),
+    Refusal(
+        "cuda_graph_modules",
+        "the graph would end between the steps of the overlapped shared experts",
+        when="`moe_preprocess` together with `--moe-shared-expert-overlap`",
+        refused=_shared_experts_cut,
+        remedy="leave out --moe-shared-expert-overlap",
+    ),
+    Refusal(
+        "moe_moonep_check_plan",
+        "it compares plans on the host, which a graph cannot",
+        when="set together with a CUDA graph that holds the dispatch",
+        refused=lambda value, at: bool(value) and captures_dispatch(at),
     ),
     Refusal(
         "transformer_impl",

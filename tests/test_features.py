@@ -17,6 +17,7 @@ REFUSED_FIELDS = {row.field for row in REFUSED}
 NO_FEATURE = {
     "num_moe_experts",
     "moe_moonep_slots",
+    "moe_moonep_check_plan",
     "moe_moonep_redispatch",
     "moe_router_force_biased",
     "activation_func_clamp_value",

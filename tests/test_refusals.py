@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
+from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training import global_vars
 from megatron.training.arguments import add_megatron_arguments
@@ -39,6 +40,13 @@ def megatron_config(**changes):
 
 def some_activation(x):
     return x
+
+
+COLLECTIVE = {"moe_moonep_backend": "collective"}
+
+
+def graphed(*names):
+    return [CudaGraphModule[name] for name in names]
 
 
 # For every row: settings that must be refused, and settings that must not.
@@ -102,10 +110,23 @@ REFUSED_CASES = {
         {"overlap_dispatch_backward_with_experts_wgrad": True}
     ],
     "cuda_graph_impl": [
-        {"cuda_graph_impl": "local"},
-        {"cuda_graph_impl": "transformer_engine"},
-        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_impl": impl, "cuda_graph_modules": modules} | COLLECTIVE
+        for impl, modules in (
+            ("local", []),
+            ("local", graphed("attn", "moe_router")),
+            ("transformer_engine", []),
+            ("transformer_engine", graphed("moe")),
+            ("full_iteration", []),
+        )
     ],
+    "cuda_graph_modules": [
+        {
+            "cuda_graph_impl": "transformer_engine",
+            "cuda_graph_modules": graphed("moe_router", "moe_preprocess"),
+            "moe_shared_expert_overlap": True,
+        }
+    ],
+    "moe_moonep_check_plan": [{"moe_moonep_check_plan": True, "cuda_graph_impl": "local"}],
     "transformer_impl": [{"transformer_impl": "inference_optimized"}],
     "moe_router_force_biased": [{"moe_router_force_biased": 1.0, "moe_moonep_force_maxvio": 2.0}],
     "moe_moonep_redispatch": [
@@ -151,6 +172,20 @@ ACCEPTED = [
     {"moe_moonep_redispatch": True, "moe_moonep_backend": "symmetric"},
     {"moe_dispatch_fwd_dtype": "bf16"},
     {"cuda_graph_impl": "none", "transformer_impl": "local"},
+    {"cuda_graph_impl": "none", "moe_moonep_check_plan": True} | COLLECTIVE,
+    *({"cuda_graph_impl": impl} for impl in ("local", "transformer_engine", "full_iteration")),
+    {
+        "cuda_graph_impl": "local",
+        "cuda_graph_modules": graphed("moe_router", "moe_preprocess"),
+        "moe_moonep_check_plan": True,
+    }
+    | COLLECTIVE,
+    {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": graphed("attn")} | COLLECTIVE,
+    {
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_modules": graphed("moe_router"),
+        "moe_shared_expert_overlap": True,
+    },
     {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 8, "moe_permute_fusion": True},
     {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True},
     {"variable_seq_lengths": True, "moe_moonep_max_tokens": 64},
@@ -257,6 +292,7 @@ NOT_EVERYWHERE = {
     "use_layer_wise_distributed_optimizer",
     "moe_moonep_slots",
     "moe_moonep_redispatch",
+    "moe_moonep_check_plan",
 }
 
 

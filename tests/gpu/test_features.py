@@ -1,0 +1,255 @@
+"""Features of Megatron's that need a GPU: CUDA graphs, streams of shared experts, latent experts.
+
+A small GPT-MoE is trained twice by Megatron's schedule, by plain gradient steps: with the feature
+and without it, or under moonep and under alltoall. Losses of all steps and the gradients of the
+last one must agree. Each run has ranks of its own, because graphs change streams, memory pools and
+random states of the whole process. Without a GPU the same runs go without graphs.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, device
+from gpt import SEQUENCE, build, global_parameters, sequences
+from layer_ranks import GPU, Ranks, StaticPass, layer_case
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+from reference import error
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.timeout(900)  # a first run compiles every kernel
+
+TE = GPU and find_spec("transformer_engine") is not None
+needs_te = pytest.mark.skipif(not TE, reason="needs Transformer Engine")
+SIZE, STEPS, MICROBATCHES, SEQUENCES = 2, 6, 2, 2
+# Steps before Transformer Engine captures; Megatron's own graphs are captured after the first.
+WARMUP = 2
+RATE = 0.05
+MODEL: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 128,
+    "moe_ffn_hidden_size": 128,
+    "bf16": True,
+    "params_dtype": torch.bfloat16,
+    "pipeline_dtype": torch.bfloat16,
+    "cuda_graph_warmup_steps": WARMUP,
+}
+# Dispatchers add in different orders; in bf16 that changes some choices of the router.
+FP32 = {"bf16": False, "params_dtype": torch.float32, "pipeline_dtype": torch.float32}
+SHARED = {"moe_shared_expert_intermediate_size": 64}
+GRAPHS: list[tuple[str, list[str], dict[str, Any]]] = [
+    ("local", [], {}),
+    ("local", [], {"gradient_accumulation_fusion": True}),
+    ("local", [], SHARED | {"moe_shared_expert_overlap": True}),
+    ("transformer_engine", [], {}),
+    ("transformer_engine", [], {"gradient_accumulation_fusion": True}),
+    ("transformer_engine", ["attn", "moe_router"], SHARED),
+    ("transformer_engine", ["attn", "moe_router", "moe_preprocess"], SHARED),
+]
+
+
+@contextmanager
+def fresh_ranks(size: int) -> Iterator[Ranks]:
+    some = Ranks(size, {})
+    try:
+        yield some
+    finally:
+        some.close()
+
+
+def _seed(impl: str) -> None:
+    """Random states that a graph may hold."""
+    safe = {"te_rng_tracker": impl == "transformer_engine", "use_cudagraphable_rng": impl != "none"}
+    model_parallel_cuda_manual_seed(1234, **(safe if GPU else {}), force_reset_rng=True)
+
+
+def _forward_step(numbers: Any, model: nn.Module) -> tuple[Tensor, Any]:
+    """The mask is explicit, because Transformer Engine's graphs put one in the place of none."""
+    data = {name: tensor.to(device()) for name, tensor in sequences(next(numbers)).items()}
+    mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=device()).triu(1)
+    mask = mask.expand(SEQUENCES, 1, -1, -1).contiguous()
+    output = model(data["tokens"], data["positions"], mask, labels=data["labels"])
+    return output, lambda out: (out.float().mean(), {"loss": out.detach().float().mean()})
+
+
+def _run_step(model: nn.Module, step: int) -> list[float]:
+    first = 100 * step + 10 * dist.get_rank()
+    numbers = [range(first + 2 * m, first + 2 * m + SEQUENCES) for m in range(MICROBATCHES)]
+    reported = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter(numbers),
+        model=[model],
+        num_microbatches=MICROBATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=SEQUENCES,
+        forward_only=False,
+    )
+    return [float(entry["loss"]) for entry in reported]
+
+
+def _train(dispatcher: str, options: dict[str, Any]) -> SimpleNamespace:
+    """Losses of all microbatches, the last step's gradients by name, and graphs in use."""
+    impl = options.get("cuda_graph_impl", "none")
+    _seed(impl)
+    if not GPU:
+        options = {k: v for k, v in options.items() if not k.startswith(("cuda_graph", "gradient"))}
+    module = build(dispatcher, **(MODEL | options)).to(device())
+    module.config.finalize_model_grads_func = finalize_model_grads
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model = DistributedDataParallel(module.config, ddp, module)
+    helper = None
+    if GPU and impl == "transformer_engine":
+        total = MICROBATCHES * SEQUENCES * dist.get_world_size()
+        init_num_microbatches_calculator(
+            dist.get_rank(), None, total, SEQUENCES, dist.get_world_size()
+        )
+        helper = TECudaGraphHelper([model], module.config, SEQUENCE, SEQUENCES)
+    losses = []
+    for step in range(STEPS):
+        if helper is not None and step == WARMUP:
+            helper.create_cudagraphs()
+        model.zero_grad_buffer()
+        losses += _run_step(model, step)
+        parameters = global_parameters(module)
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.sub_((RATE * parameter.main_grad).to(parameter.dtype))
+    gradients = {name: p.main_grad.detach().cpu() for name, p in parameters.items()}
+    return SimpleNamespace(losses=losses, gradients=gradients, graphs=_graphs(module))
+
+
+def _graphs(model: nn.Module) -> int:
+    """CUDA graphs that the model's layers hold."""
+    count = 0
+    for module in model.modules():
+        count += len(getattr(module, "cuda_graphs", ()))
+        runners = getattr(getattr(module, "cudagraph_manager", None), "cudagraph_runners", ())
+        count += sum(runner.fwd_graph is not None for runner in runners)
+    return count
+
+
+def _answers(dispatcher: str, options: dict[str, Any]) -> list[SimpleNamespace]:
+    with fresh_ranks(SIZE) as some:
+        return some.call(_train, dispatcher, options, timeout=600.0)
+
+
+def assert_same_training(ours: list[SimpleNamespace], theirs: list[SimpleNamespace]) -> None:
+    """The same function in the same dtype: what differs is the order of sums at most."""
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.losses == pytest.approx(b.losses, rel=5e-3)
+        assert b.losses[-1] < b.losses[0], "the model does not learn"
+        for name, gradient in b.gradients.items():
+            off = error(a.gradients[name], gradient.double())
+            assert off < 3e-2, f"the gradient of {name} is off by {off:.1e}"
+
+
+@pytest.mark.parametrize(
+    "impl, modules, options",
+    [
+        pytest.param(*graph, marks=needs_te if graph[0] == "transformer_engine" else ())
+        for graph in GRAPHS
+    ],
+    ids=str,
+)
+def test_graphs_of_layers(impl: str, modules: list[str], options: dict[str, Any]) -> None:
+    """Layers captured by Megatron, replayed for microbatches routed in ways they have not seen."""
+    captured = {"cuda_graph_impl": impl, "cuda_graph_modules": modules}
+    graphed = _answers("moonep", options | captured)
+    assert all(answer.graphs > 0 for answer in graphed) or not GPU
+    eager = _answers("moonep", options)
+    assert all(answer.graphs == 0 for answer in eager)
+    assert_same_training(graphed, eager)
+
+
+@pytest.mark.parametrize("gate", [False, True], ids=["plain", "gated"])
+def test_overlapped_shared_experts(gate: bool) -> None:
+    """On a stream of their own, beside our kernels, in both directions."""
+    plain = SHARED | {"moe_shared_expert_gate": gate}
+    options = plain | {"moe_shared_expert_overlap": True}
+    assert_same_training(_answers("moonep", options), _answers("moonep", plain))
+    assert_same_training(_answers("moonep", options | FP32), _answers("alltoall", options | FP32))
+
+
+@needs_te
+def test_latent_experts() -> None:
+    options = FP32 | {"moe_latent_size": 128}
+    assert_same_training(_answers("moonep", options), _answers("alltoall", options))
+
+
+def _iterations(case: Case) -> list[int]:
+    """Steps in which Megatron's wrapper of whole iterations gives other bits than plain passes.
+
+    Compared are the output and the gradients of every microbatch.
+    """
+    _seed("full_iteration")
+    static = StaticPass(case, fused=False)
+    warmup = 2 if GPU else STEPS + 1
+
+    def forward_backward(data_iterator: Sequence[Iterator[Any]], **_: Any) -> list[Tensor]:
+        found = []
+        for data in data_iterator[0]:
+            with torch.no_grad():
+                for name in ("tokens", "grad", "probs", "map"):
+                    getattr(static, name).copy_(data[name])
+            found += static.run()
+        return found
+
+    wrapped = FullCudaGraphWrapper(forward_backward, cuda_graph_warmup_steps=warmup)
+    replayed, plain = [], []
+    for step in range(STEPS):
+        numbers = range(step * MICROBATCHES, (step + 1) * MICROBATCHES)
+        result = wrapped(
+            model=[static.layer],
+            data_iterator=iter([_inputs(static, m) for m in numbers]),
+            num_microbatches=MICROBATCHES,
+            seq_length=SEQUENCE,
+            forward_only=False,
+        )
+        replayed.append([tensor.clone() for tensor in result])
+    for step in range(STEPS):
+        found = []
+        for m in range(step * MICROBATCHES, (step + 1) * MICROBATCHES):
+            static.load(m)
+            found += static.run()
+        plain.append(found)
+    assert not GPU or FullCudaGraphWrapper.cuda_graph["training"] is not None
+    same = [
+        all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        for one, other in zip(replayed, plain, strict=True)
+    ]
+    return [step for step, equal in enumerate(same) if not equal]
+
+
+def _inputs(static: StaticPass, m: int) -> dict[str, Tensor]:
+    part = static.batches[m]
+    return {
+        "tokens": part.tokens_sH[:, None],
+        "grad": part.grad_sH[:, None],
+        "probs": static.forced.probs[m].detach(),
+        "map": static.forced.maps[m],
+    }
+
+
+def test_graph_of_an_iteration() -> None:
+    """Two microbatches in one graph; the bits are those of plain passes."""
+    skews = ("hot_rank", "uniform", "hot_expert", "zipf", "last_rank", "balanced")
+    count = STEPS * MICROBATCHES
+    routing = tuple(skews[m % len(skews)] for m in range(count))
+    with fresh_ranks(SIZE) as some:
+        for wrong in some.call(_iterations, layer_case("iteration", SIZE, routing=routing)):
+            assert wrong == []
