@@ -84,15 +84,15 @@ def test_best_takes_every_rule(k, ranks, homes):
     assert rules == {"pairs", "chain", "peel"}
 
 
-@pytest.mark.parametrize("slack", [1, 100, 1000, 10_000])
+@pytest.mark.parametrize("slack", [1, 300, 10_000])
 @pytest.mark.parametrize("ranks", [1, 2, 5, 9])
 def test_plan_within_a_slack(k, ranks, slack):
     """Whole tiles fit the slack, or do not."""
     draw = random.Random(f"{ranks} {slack}")
-    for load, rows in draw.sample([("zipf", 3000), ("hot rank", 40), ("hot half", 9000)], 2):
-        homes, planner = draw.choice([1, 2, 5]), draw.choice(k.plan.PLANNERS)
-        counts = random_counts(load, ranks, ranks * homes, rows, draw.randrange(1000))
-        check_plan(k, CPU, counts, planner, rank=draw.randrange(ranks), slack=slack)
+    load, rows = draw.choice([("zipf", 3000), ("hot rank", 40), ("hot half", 9000)])
+    homes, planner = draw.choice([1, 2, 5]), draw.choice(k.plan.PLANNERS)
+    counts = random_counts(load, ranks, ranks * homes, rows, draw.randrange(1000))
+    check_plan(k, CPU, counts, planner, rank=draw.randrange(ranks), slack=slack)
 
 
 def test_slack_of_more_ranks_than_a_warp_has_lanes(k):

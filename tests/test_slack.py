@@ -83,7 +83,7 @@ def test_buffers_hold_what_a_rank_may_get(share: int, slack: int, ranks: int) ->
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@settings(lenient, max_examples=60)
+@settings(lenient, max_examples=20)
 @given(counts=routings(), slack=SLACKS)
 @example(counts=random_counts("hot half", 64, 1024, 65536, 0), slack=100)
 @example(counts=random_counts("one expert", 63, 63, 65536, 0), slack=100)
