@@ -60,8 +60,8 @@ def transformer_config(dispatcher: str, **options: Any) -> TransformerConfig:
     return TransformerConfig(**(defaults | options))
 
 
-def build(dispatcher: str, **options: Any) -> GPTModel:
-    """This rank's model; ``options`` are fields of TransformerConfig."""
+def build(dispatcher: str, *, vp_stage: int | None = None, **options: Any) -> GPTModel:
+    """This rank's model, or one of its chunks; ``options`` are fields of TransformerConfig."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     config = transformer_config(dispatcher, **options)
@@ -75,8 +75,9 @@ def build(dispatcher: str, **options: Any) -> GPTModel:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
         mtp_block_spec=mtp,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        vp_stage=vp_stage,
     )
     draw_weights(model)
     return model
@@ -133,9 +134,12 @@ def losses(model: nn.Module, numbers: Sequence[int]) -> Tensor:
 
 
 class Trainer:
-    """A model under DDP with its optimizer; ``step`` is one step over microbatches."""
+    """A model under DDP with its optimizer; ``step`` is one step over microbatches.
 
-    def __init__(self, model: GPTModel, *, overlap: bool = False) -> None:
+    Of a virtual pipeline a rank has several ``chunks``, of which ``model`` is the first.
+    """
+
+    def __init__(self, model: GPTModel, *others: GPTModel, overlap: bool = False) -> None:
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
@@ -143,7 +147,8 @@ class Trainer:
             overlap_param_gather=overlap,
         )
         model.config.finalize_model_grads_func = finalize_model_grads
-        self.model = DistributedDataParallel(model.config, options, model)
+        self.chunks = [DistributedDataParallel(m.config, options, m) for m in (model, *others)]
+        self.model = self.chunks[0]
         config = OptimizerConfig(
             optimizer="adam",
             lr=0.02,
@@ -152,17 +157,19 @@ class Trainer:
             use_distributed_optimizer=True,
             overlap_param_gather=overlap,
         )
-        self.optimizer = get_megatron_optimizer(config, [self.model], use_gloo_process_groups=False)
+        self.optimizer = get_megatron_optimizer(config, self.chunks, use_gloo_process_groups=False)
         self.forward_step = _forward_step
 
     def step(self, microbatches: Sequence[Sequence[int]]) -> list[float]:
         """Train on microbatches of numbered sequences; the mean loss of each (last stage only)."""
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        iterators = [iter(microbatches) for _ in self.chunks]
         reported = get_forward_backward_func()(
             forward_step_func=self.forward_step,
-            data_iterator=iter(microbatches),
-            model=[self.model],
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks,
             num_microbatches=len(microbatches),
             seq_length=SEQUENCE,
             micro_batch_size=len(microbatches[0]),
