@@ -78,7 +78,10 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 # Schedules, optimizers, gradient clipping and causal masks call these with device="cuda".
-_CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like")
+_CONSTRUCTORS = (
+    *("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like"),
+    *("rand", "randn", "randint"),
+)
 
 
 def _cuda_means_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -68,14 +68,15 @@ def main() -> None:
     target, is_module, words = parse(sys.argv[1:])
     if not is_module and not os.path.isfile(target):
         _usage_error(f"there is no script {target}")
-    enable()
     sys.argv[:] = [target, *words]
+    if not is_module and not sys.flags.safe_path:
+        # Before Megatron is imported: the script may lie beside a Megatron of its own.
+        sys.path[0] = os.path.dirname(os.path.realpath(target))
+    enable()
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
-        return
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(target))
-    runpy.run_path(target, run_name="__main__")
+    else:
+        runpy.run_path(target, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """`python -m`: run.py starts scripts as Python would, and the package prints its tables."""
 
 import os
+import sys
 
 import pytest
 from fresh import python
 
-from moonep_megatron import features, refusals
+from moonep_megatron import features, refusals, run
 
 SCRIPT = """
 import sys, typing
@@ -39,6 +40,17 @@ def test_run_starts_a_script_as_python_would(script):
     assert name == "__main__"
     assert argv == str([str(script), "--num-layers", "4", "--swiglu", *words])
     assert path == str(script.parent / "scripts")
+
+
+def test_a_checkouts_own_megatron_is_the_one_enabled(script, monkeypatch):
+    """`enable()` imports Megatron, which must come from beside the script, as the script's does."""
+    seen = []
+    monkeypatch.setattr(run, "enable", lambda: seen.append(sys.path[0]))
+    monkeypatch.setattr(run.runpy, "run_path", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "path", [str(script.parent), *sys.path[1:]])
+    monkeypatch.setattr(sys, "argv", ["run", str(script)])
+    run.main()
+    assert seen == [str(script.parent / "scripts")]
 
 
 def test_run_starts_a_module(script):
