@@ -133,6 +133,20 @@ MUTATIONS = (
         "tests/test_layer.py::test_every_skew[3]",
     ),
     Mutation(
+        "buffers without the slack",
+        "backends/base.py",
+        "grouped = most_rows(max_tokens * topk, slack)",
+        "grouped = max_tokens * topk",
+        "tests/test_slack.py::test_layers_against_the_dense_reference[2]",
+    ),
+    Mutation(
+        "slack above what was asked",
+        "caps.py",
+        "rows = surplus[donor]\n",
+        "rows = max(surplus[donor] - 1, 1)\n",
+        "tests/test_slack.py::test_caps_against_the_slow_reference",
+    ),
+    Mutation(
         "slots not refilled in backward",
         EXPERTS,
         "_push_all(call, backward=True)",
