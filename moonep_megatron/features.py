@@ -90,6 +90,11 @@ FEATURES: tuple[Feature, ...] = (
         "test_training.py::test_pipeline_keeps_microbatches_in_flight",
     ),
     _yes(
+        "virtual pipeline, interleaved",
+        "--num-layers-per-virtual-pipeline-stage N",
+        "test_features_training.py::test_virtual_pipeline",
+    ),
+    _yes(
         "expert data parallelism",
         "",
         "test_gradients.py::test_expert_data_parallel",
@@ -186,9 +191,10 @@ FEATURES: tuple[Feature, ...] = (
         "moe_shared_expert_overlap",
     ),
     _yes(
-        "multi-token prediction",
-        "--mtp-num-layers",
+        "multi-token prediction, also by one repeated layer",
+        "--mtp-num-layers N --mtp-use-repeated-layer",
         "test_training.py::test_loss_parity_dispatchers",
+        "test_features_training.py::test_repeated_prediction_layer",
     ),
     # Routing
     _yes(
@@ -270,7 +276,7 @@ FEATURES: tuple[Feature, ...] = (
     _yes(
         "CUDA graph of the whole iteration (symmetric backend)",
         "--cuda-graph-impl full_iteration",
-        "gpu/test_graph.py::test_forward_and_backward",
+        "gpu/test_graph.py::test_capture_fwd_bwd",
         "gpu/test_features.py::test_graph_of_an_iteration",
     ),
     _refused(

@@ -46,7 +46,7 @@ SHARED_EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _train_both(variants: list[dict[str, Any]], overlap: bool = False) -> list[list[Trained]]:
+def _train_both(variants: list[dict[str, Any]], overlap: bool) -> list[list[Trained]]:
     return [[_train(d, overlap, options) for d in ("alltoall", "moonep")] for options in variants]
 
 
@@ -58,9 +58,12 @@ def assert_same_training(name: str, theirs: Trained, ours: Trained) -> None:
         assert off < 2e-4, f"{name}: {parameter} is off by {off:.1e}"
 
 
-def check(variants: dict[str, dict[str, Any]], layout: Layout, world: int = 4) -> list[Any]:
+def check(
+    variants: dict[str, dict[str, Any]], layout: Layout, *, overlap: bool = False
+) -> list[Trained]:
     """Train every variant under both dispatchers; what moonep's rank 0 gave of each."""
-    answers = run_ranks(world, _train_both, list(variants.values()), layout=layout, timeout=120)
+    all_options = list(variants.values())
+    answers = run_ranks(4, _train_both, all_options, overlap, layout=layout, timeout=120)
     for rank in answers:
         for name, (theirs, ours) in zip(variants, rank, strict=True):
             assert_same_training(name, theirs, ours)
@@ -97,6 +100,50 @@ def test_lengths_that_vary() -> None:
     """PP=2 x EP=2, with the stages telling each other the shapes."""
     for theirs, ours in run_ranks(4, _train_on_lengths, 3, layout=Layout(ep=2, pp=2)):
         assert_same_training("lengths", theirs, ours)
+
+
+def _train_virtual_pipeline(overlap: bool) -> list[Trained]:
+    """Two chunks of two layers on each of two stages; four microbatches a step."""
+    found = []
+    options = {"num_layers": 8, "virtual_pipeline_model_parallel_size": 2}
+    for dispatcher in ("alltoall", "moonep", "moonep"):
+        chunks = [build(dispatcher, vp_stage=stage, **options) for stage in range(2)]
+        trainer = Trainer(*chunks, overlap=overlap)
+        first = 10 * parallel_state.get_data_parallel_rank()
+        losses = []
+        for step in range(2):
+            numbers = range(100 * step + first, 100 * step + first + 4)
+            losses += trainer.step([(number,) for number in numbers])
+        if overlap:
+            for chunk in trainer.chunks:
+                chunk.start_param_sync(force_sync=True)
+        weights: dict[str, Tensor] = {}
+        for chunk in chunks:
+            weights |= {n: w.detach().clone() for n, w in global_parameters(chunk).items()}
+        found.append((losses, weights))
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_virtual_pipeline(overlap: bool) -> None:
+    """PP=2 x VPP=2 x EP=2, interleaved; twice the same bits."""
+    layout = Layout(ep=2, pp=2, vpp=2)
+    for theirs, ours, again in run_ranks(4, _train_virtual_pipeline, overlap, layout=layout):
+        assert_same_training("virtual pipeline", theirs, ours)
+        assert ours[0] == again[0]
+        assert all(torch.equal(weight, again[1][name]) for name, weight in ours[1].items())
+
+
+MTP: dict[str, dict[str, Any]] = {
+    "one layer used twice": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+    "one layer used twice, recomputed": RECOMPUTED
+    | {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+}
+
+
+def test_repeated_prediction_layer() -> None:
+    """Two passes of one layer, and so two plans, before its backward; DDP overlapped."""
+    check(MTP, Layout(ep=2), overlap=True)
 
 
 def test_routers() -> None:
