@@ -12,6 +12,7 @@ from moe import build, expert_parameters, gradient, home_experts, stacked, trans
 from ranks import Layout, RankError, run_ranks
 from reference import dense_moe, error
 from torch import Tensor, nn
+from user_case_ranks import outputs_with_nan_token
 
 HIDDEN = 16
 
@@ -213,22 +214,10 @@ def test_minus_one_ids(id_dtype: torch.dtype) -> None:
         _check_ids(_odd_ids(ranks, topk, "gaps"), id_dtype)
 
 
-def _output_with_nan_token() -> tuple[Tensor, Tensor]:
-    """A real router over hidden states of which one row is NaN, and over none such."""
-    case = Case(name="", ranks=2, experts=8, dtype=torch.float64)
-    layer = build(case, "moonep")
-    router = TopKRouter(layer.config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
-    nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
-    layer.router = router.double()
-    clean = batch(case, 0, dist.get_rank()).tokens_sH[:, None].clone()
-    poisoned = clean.clone()
-    poisoned[3] = torch.nan
-    return layer(clean)[0].detach()[:, 0], layer(poisoned)[0].detach()[:, 0]
-
-
 def test_nan_logits() -> None:
     """A token of NaNs is NaN at the end, and no other token notices."""
-    for clean, poisoned in run_ranks(2, _output_with_nan_token):
+    case = Case(name="", ranks=2, experts=8, dtype=torch.float64)
+    for clean, poisoned in run_ranks(2, outputs_with_nan_token, case):
         others = torch.arange(len(clean)) != 3
         assert poisoned[3].isnan().all()
         torch.testing.assert_close(poisoned[others], clean[others], rtol=1e-12, atol=1e-12)

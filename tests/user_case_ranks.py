@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import Case, batch, device
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import TopKRouter
 from moe import build, wrap
 from torch import Tensor, nn
 from traffic import all_to_all_bytes, collectives
@@ -138,6 +140,18 @@ def splits(case: Case) -> SimpleNamespace:
         shape=list(counts.shape),
         total=int(counts.sum()),
     )
+
+
+def outputs_with_nan_token(case: Case) -> tuple[Tensor, Tensor]:
+    """Outputs [s, H] behind a real router: of tokens without NaN, and with the fourth all NaN."""
+    layer = build(case, "moonep")
+    router = TopKRouter(layer.config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
+    layer.router = router.to(device(), case.dtype)
+    clean = batch(case, 0, dist.get_rank()).tokens_sH[:, None].clone()
+    poisoned = clean.clone()
+    poisoned[3] = torch.nan
+    return tuple(layer(tokens)[0].detach()[:, 0].cpu() for tokens in (clean, poisoned))
 
 
 def drifting_popularity(step: int, steps: int, experts: int) -> Tensor:

@@ -47,7 +47,7 @@ LATE = (
 
 @pytest.mark.parametrize("stage", ["exchanged", "dispatched"])
 @pytest.mark.parametrize("how", ["sleeps", "exits"])
-def test_a_rank_that_does_not_come_is_named(how, stage, tmp_path):
+def test_peer_dies_message(how, stage, tmp_path):
     with _Ranks(tmp_path, f"{how} {stage}") as ranks:
         output, error, seconds = ranks.end_of(0)
         assert ranks.processes[0].returncode == 1

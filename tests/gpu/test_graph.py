@@ -39,7 +39,7 @@ def graph_case(size: int, form: str) -> Case:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["returned", "fused"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_forward_and_backward(size: int, fused: bool) -> None:
+def test_capture_fwd_bwd(size: int, fused: bool) -> None:
     """100 replays, from ranks out of step, equal eager passes bit for bit, and some the reference.
 
     With 2 slots and 4 experts a rank, skewed routings need a second wave.

@@ -345,12 +345,13 @@ def _two_layers(case: Case, nested: bool) -> list[SimpleNamespace]:
     return [one, *answers]
 
 
-def test_expandable_segments() -> None:
-    """The allocator's other way to reserve memory, whose addresses cannot be exported as before."""
-    option = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+@pytest.mark.parametrize("expandable", [False, True])
+def test_allocator_modes(expandable: bool) -> None:
+    """Both ways to reserve memory; addresses of the second cannot be exported as before."""
+    option = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
     routing = ("hot_rank", "zipf")
     check([layer_case("", 2, routing=routing, grads="fused", form="grouped")], **option)
-    assert all(ranks(2, **option).call(_has_expandable_segments)) or not GPU
+    assert ranks(2, **option).call(_has_expandable_segments) == [expandable and GPU] * 2
 
 
 def _has_expandable_segments() -> bool:
