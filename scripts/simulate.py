@@ -2,6 +2,7 @@
 
     python scripts/simulate.py --data DIR --ranks 8,16,32,64 --json quality.json --png quality.png
     python scripts/simulate.py --synthetic zipf,dirichlet --experts 256,896 --ranks 64,128
+    python scripts/simulate.py --data DIR --slack 0,0.005,0.01,0.02,0.05
 
 Every layer is planned on every number of ranks and compared with the pairs rule and with lower
 bounds that hold for any exactly balanced plan. DIR (or one file) holds ``.npy``, expert ids [layer,
@@ -28,6 +29,7 @@ from simulation.quality import judge
 from simulation.synthetic import KINDS, Synthetic
 from simulation.times import Model
 
+from moonep_megatron.caps import slack_parts
 from moonep_megatron.rules import PLANNERS
 
 MOST_RANKS = 128
@@ -57,6 +59,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument("--concentration", type=_positive(float), default=1.0, help="of dirichlet")
     parser.add_argument("--ranks", type=_numbers, default=[8, 16, 32, 64], help="R, each 1..128")
     parser.add_argument("--planner", choices=PLANNERS, default="best")
+    parser.add_argument(
+        "--slack", type=_slacks, default=[0], help="--moe-moonep-slack, one or several (default 0)"
+    )
     model = parser.add_argument_group("cost model")
     for name, kind, text in (
         ("width", int, "H, row width"),
@@ -103,6 +108,14 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
+def _slacks(text: str) -> list[int]:
+    """In parts."""
+    try:
+        return [slack_parts(float(word)) for word in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of slacks: {error}") from None
+
+
 def _kinds(text: str) -> list[str]:
     kinds = text.split(",")
     if not set(kinds) <= set(KINDS):
@@ -146,15 +159,17 @@ def simulate(args: argparse.Namespace, console: Console) -> list[Row]:
     rows: list[Row] = []
     empty: dict[tuple[str, int], None] = {}
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("planning", total=sum(len(one.total_LE) for _, one in planned))
-        for ranks, one in planned:
+        runs = [(slack, *one) for one in planned for slack in args.slack]
+        task = progress.add_task("planning", total=sum(len(one.total_LE) for *_, one in runs))
+        for slack, ranks, one in runs:
             for layer, total_E in enumerate(one.total_LE):
                 progress.advance(task)
                 if not np.any(total_E):
                     empty[one.name, layer] = None
                     continue
-                row = judge(total_E.tolist(), ranks, args.planner, args.node)
-                rows.append({"data": one.name, "layer": layer, **row, **model.times(row)})
+                row = judge(total_E.tolist(), ranks, args.planner, args.node, slack)
+                row |= {"pushed_mb": model.pushed_mb(row["duplicates"]), **model.times(row)}
+                rows.append({"data": one.name, "layer": layer, **row})
     for name, layer in empty:
         console.print(f"{name}: layer {layer} has no routed rows: skipped")
     if not rows:

@@ -83,13 +83,33 @@ def test_rows_of_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         check_row(row, totals[row["data"]][row["layer"]].tolist(), "best")
 
 
+def test_rows_within_a_slack(tmp_path: Path) -> None:
+    counts = np.random.default_rng(1).integers(0, 3000, (3, 16))
+    counts[:, 0] += 9000
+    path = write(tmp_path / "a.npy", counts)
+    rows = run(tmp_path, "--ranks", 4, "--slack", "0,0.05", "--png", tmp_path / "x.png", data=path)
+    assert [row["slack"] for row in rows] == [0] * 3 + [0.05] * 3
+    for row in rows:
+        check_row(row, counts[row["layer"]].tolist(), "best")
+        assert row["pushed_mb"] == row["duplicates"] * 3 * 7168 * 2048 * 2 / 1e6
+    assert max(row["fullest_rank"] for row in rows[3:]) == pytest.approx(1.05, abs=1e-3)
+    # what a slack saves in weights it costs in products
+    model = Model(link=1e9)
+    assert model.times(rows[3])["moonep_ms"] > model.times(rows[0])["moonep_ms"]
+
+
 def check_row(row: dict[str, Any], total_E: Sequence[int], planner: str) -> None:
     """The counts in a row are those of the plan that the layer would use."""
     counts = torch.zeros(row["ranks"], len(total_E), dtype=torch.int64)
     counts[0] = torch.tensor(total_E)
-    plan, pairs = (make_plan(counts, planner=one) for one in (planner, "pairs"))
-    assert row["best_busiest"] == make_plan(counts).busiest
-    least = bounds(total_E, row["ranks"])
+    slack = round(row["slack"] * 10_000)
+    plan, pairs = (
+        make_plan(counts, planner=planner, slack=slack),
+        make_plan(counts, planner="pairs"),
+    )
+    assert row["best_busiest"] == make_plan(counts, slack=slack).busiest
+    assert row["fullest_rank"] == pytest.approx(int(plan.cap_R.max()) * row["ranks"] / sum(total_E))
+    least = bounds(total_E, row["ranks"], slack)
     assert (row["busiest"], row["duplicates"]) == (plan.busiest, plan.duplicates)
     assert (row["pairs_busiest"], row["pairs_duplicates"]) == (pairs.busiest, pairs.duplicates)
     assert (row["busiest_bound"], row["duplicates_bound"]) == (least.busiest, least.duplicates)
@@ -190,6 +210,11 @@ def test_bad_files(
         (["--synthetic", "zipf", "--ranks", "0"], "'0' is no list of whole numbers above 0"),
         (["--synthetic", "zipf", "--ranks", "256"], "--ranks 256: at most 128"),
         (["--synthetic", "zipf", "--link", "0"], "--link: 0 is not above 0"),
+        (
+            ["--synthetic", "zipf", "--slack", "0,2"],
+            "--slack: '0,2' is no list of slacks: slack 2.0",
+        ),
+        (["--synthetic", "zipf", "--slack", "1%"], "--slack: '1%' is no list of slacks"),
         (["--synthetic", "zipf", "--tflops", "nan"], "--tflops: nan is not above 0"),
     ],
 )

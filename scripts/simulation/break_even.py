@@ -41,6 +41,7 @@ def logged_row(ranks: int, node: int, hottest_rank: float, busiest: int) -> Row:
     return {
         "ranks": ranks,
         "hottest_rank": hottest_rank,
+        "fullest_rank": 1.0,
         "near_busiest": 0 if far else busiest,
         "far_busiest": busiest if far else 0,
     }

@@ -10,30 +10,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from moonep_megatron.bounds import bounds
-from moonep_megatron.rules import solve
+from moonep_megatron.caps import SLACK_UNIT, TILE
+from moonep_megatron.rules import solve_within
 from moonep_megatron.transfers import Piece, cost
-
-TILE = 128
-"""Rows of a tile of the grouped GEMM: a duplicate with fewer is *tiny*."""
 
 Row = dict[str, Any]
 
 
-def judge(total_E: Sequence[int], ranks: int, planner: str, node: int) -> Row:
-    """Counts of one layer; ``node`` ranks share a link, what leaves them crosses the network."""
+def judge(total_E: Sequence[int], ranks: int, planner: str, node: int, slack: int = 0) -> Row:
+    """Counts of one layer; ``node`` ranks share a link, what leaves them crosses the network.
+
+    A duplicate of less than a tile of the grouped GEMM is *tiny*. The pairs rule beside the plan is
+    exact.
+    """
     homes = len(total_E) // ranks
     own = [list(map(int, total_E[d * homes : (d + 1) * homes])) for d in range(ranks)]
-    share, extra = divmod(sum(map(sum, own)), ranks)
-    caps = [share + (d < extra) for d in range(ranks)]
-    rule, parts = solve(own, caps, planner=planner, slots=homes)
+    rule, caps, parts = solve_within(own, slack=slack, planner=planner, slots=homes)
     _, busiest, duplicates = cost(ranks, parts, homes)
-    _, pairs_busiest, pairs_duplicates = _cost_of("pairs", own, caps)
-    _, best_busiest, best_duplicates = _cost_of("best", own, caps)
-    least = bounds(total_E, ranks)
+    _, pairs_busiest, pairs_duplicates = _cost_of("pairs", own, 0)
+    _, best_busiest, best_duplicates = _cost_of("best", own, slack)
+    least = bounds(total_E, ranks, slack)
     mean = sum(map(sum, own)) / ranks
     return {
         "ranks": ranks,
         "experts": len(total_E),
+        "slack": slack / SLACK_UNIT,
         "rule": rule,
         "duplicates": duplicates,
         "duplicates_bound": least.duplicates,
@@ -45,17 +46,16 @@ def judge(total_E: Sequence[int], ranks: int, planner: str, node: int) -> Row:
         "best_duplicates": best_duplicates,
         "maxvio": max(map(max, own)) * len(total_E) / sum(map(sum, own)) - 1,
         "hottest_rank": max(map(sum, own)) / mean,
+        "fullest_rank": max(caps) / mean,
         "tiny": sum(part.rows < TILE for part in parts),
         "padded": max(_padded(own, parts)) / mean,
         **_crossing(parts, ranks, node),
     }
 
 
-def _cost_of(
-    planner: str, own: Sequence[Sequence[int]], caps: Sequence[int]
-) -> tuple[int, int, int]:
+def _cost_of(planner: str, own: Sequence[Sequence[int]], slack: int) -> tuple[int, int, int]:
     homes = len(own[0])
-    _, parts = solve(own, caps, planner=planner, slots=homes)
+    _, _, parts = solve_within(own, slack=slack, planner=planner, slots=homes)
     return cost(len(own), parts, homes)
 
 

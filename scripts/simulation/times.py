@@ -10,7 +10,8 @@ and backward) is exposed; weights of duplicates go over the link behind the rows
 GEMMs, so they cost time only where they outlast them.
 
 - *alltoall*: the busiest rank computes and receives all that is routed to it.
-- *moonep*: every rank computes S*K rows; a token crosses to a rank once.
+- *moonep*: every rank computes S*K rows, the fullest one up to the slack more; a token crosses to a
+  rank once.
 - *balanced*: the router is forced to spread its rows evenly (another model then), over alltoall.
 """
 
@@ -42,6 +43,10 @@ class Model:
     def expert_values(self) -> int:
         return 3 * self.width * self.ffn
 
+    def pushed_mb(self, duplicates: int) -> float:
+        """Weights that one push of so many duplicates moves; each way through a layer has one."""
+        return duplicates * 2 * self.expert_values / 1e6
+
     def gemm_ms(self, rows: float, passes: int) -> float:
         """1 pass forward, 2 backward: data and weight gradients."""
         return 1e3 * passes * rows * 2 * self.expert_values / (self.tflops * 1e12)
@@ -60,7 +65,7 @@ class Model:
         """Milliseconds of a row of `quality.judge`."""
         ranks, rows = row["ranks"], self.tokens * self.topk
         launch = {name: 1e-3 * self.launch * count for name, count in LAUNCHES.items()}
-        hot = rows * row["hottest_rank"]
+        hot, full = rows * row["hottest_rank"], rows * row["fullest_rank"]
         # ranks that a token with K experts reaches, on average, where each is as likely
         reached = ranks * (1 - (1 - 1 / ranks) ** self.topk)
         once = rows * min(1.0, reached / self.topk)
@@ -70,7 +75,7 @@ class Model:
         push = self.bytes_ms(weights * near, weights * far)
         pull = 2 * push  # fp32
         moonep = EXCHANGES * self.rows_ms(once, ranks)
-        moonep += max(self.gemm_ms(rows, 1), push) + max(self.gemm_ms(rows, 2), push + pull)
+        moonep += max(self.gemm_ms(full, 1), push) + max(self.gemm_ms(full, 2), push + pull)
         return {
             "alltoall_ms": self._plain(hot, ranks) + launch["alltoall"],
             "moonep_ms": moonep + launch["moonep"],
