@@ -99,6 +99,11 @@ FEATURES: tuple[Feature, ...] = (
         "",
         "test_gradients.py::test_expert_data_parallel",
     ),
+    _yes(
+        "context parallelism",
+        "--context-parallel-size N",
+        "test_features_models.py::test_context_parallel",
+    ),
     _refused("dynamic context parallelism", "--hybrid-context-parallel", "hybrid_context_parallel"),
     _refused("FSDP", "--use-megatron-fsdp", "use_megatron_fsdp", "use_torch_fsdp2"),
     # Optimizer and gradients
@@ -124,6 +129,11 @@ FEATURES: tuple[Feature, ...] = (
         "checkpoints that move between dispatchers and EP sizes",
         "--save --load",
         "test_checkpoint.py::test_ckpt_roundtrip",
+    ),
+    _yes(
+        "upcycling of a dense model",
+        "--moe-use-upcycling",
+        "test_features_models.py::test_upcycling",
     ),
     _refused(
         "delayed weight gradients",
@@ -189,6 +199,17 @@ FEATURES: tuple[Feature, ...] = (
         "the same over latent experts",
         "--moe-shared-expert-overlap --moe-latent-size",
         "moe_shared_expert_overlap",
+    ),
+    _yes(
+        "latent experts (Transformer Engine)",
+        "--moe-latent-size N",
+        "gpu/test_features.py::test_latent_experts",
+    ),
+    _yes(
+        "hybrid models",
+        "--hybrid-layer-pattern",
+        "test_features_models.py::test_hybrid_model",
+        "test_enable.py::test_forked",
     ),
     _yes(
         "multi-token prediction, also by one repeated layer",
@@ -297,6 +318,7 @@ FEATURES: tuple[Feature, ...] = (
         "test_layer.py::test_inference_needs_no_gradients",
         "gpu/test_moe_layer.py::test_inference_and_strided_tokens",
     ),
+    _yes("generation", "", "test_features_models.py::test_generation"),
     _refused(
         "inference-optimized layers", "--transformer-impl inference_optimized", "transformer_impl"
     ),

@@ -45,6 +45,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     vpp: int | None = None
+    cp: int = 1
     expert_tp: int | None = None
 
 
@@ -192,6 +193,7 @@ def start(rank: int, world: int, layout: Layout, address: str, timeout: float) -
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
         create_gloo_process_groups=False,
