@@ -6,7 +6,8 @@
 
 Every layer is planned on every number of ranks and compared with the pairs rule and with lower
 bounds that hold for any exactly balanced plan. DIR (or one file) holds ``.npy``, expert ids [layer,
-token, choice] or counts [layer, expert], and ``.json`` with ``logical_count`` [layer][expert].
+token, choice] or counts [layer, expert], ``.json`` with ``logical_count`` [layer][expert] (which
+``train_gpt_moe.py --record`` writes), and Megatron's router trace, ``router_trace_rank*.jsonl``.
 Times are a model with the constants given by flags, not a measurement. Ends with 1 if some layer's
 busiest rank is above that of the pairs rule.
 """

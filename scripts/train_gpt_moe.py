@@ -9,6 +9,7 @@ the distributed optimizer, schedules, checkpoints. The text is bytes of Python's
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import logging
@@ -100,7 +101,7 @@ def set_up(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def train(args: argparse.Namespace, corpus: torch.Tensor, device: torch.device) -> None:
-    from gpt_moe import checkpoint, model, rows
+    from gpt_moe import checkpoint, model, record, rows
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     gpt = model.build(args, device)
@@ -117,12 +118,13 @@ def train(args: argparse.Namespace, corpus: torch.Tensor, device: torch.device) 
     )
     done = checkpoint.load(args.load, gpt, optimizer) if args.load else 0
     counter = rows.RowCounter(gpt, args.dispatcher)
+    recorder = record.Recorder(gpt, args.record, args.record_interval) if args.record else None
     history: dict[str, list[Any]] = {"loss": [], "tokens_per_second": []}
     show = Progress(args)
     for step in range(done, args.steps):
         began = time.perf_counter()
         maybe_fail(args, step)
-        with counter.step():
+        with counter.step(), recorder.step(step) if recorder else contextlib.nullcontext():
             loss = train_step(args, gpt, optimizer, microbatches(args, corpus, step, device))
         counts = counter.collect()
         speed = args.global_batch * args.seq / (time.perf_counter() - began)

@@ -24,7 +24,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     files.add_argument("--save-interval", type=int, default=0, help="steps; 0: at the end only")
     files.add_argument("--load", type=Path, help="resume from what --save wrote there")
     files.add_argument("--json", type=Path, help="write losses and row counts here")
-    return parser.parse_args(argv)
+    files.add_argument("--record", type=Path, help="folder for counts, read by simulate.py")
+    files.add_argument("--record-interval", type=int, default=1, help="record every so many steps")
+    args = parser.parse_args(argv)
+    if args.record_interval < 1:
+        parser.error(f"--record-interval {args.record_interval} must be at least 1")
+    if args.record_interval > 1 and args.record is None:
+        parser.error(f"--record-interval {args.record_interval} needs --record FOLDER")
+    return args
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

@@ -39,14 +39,14 @@ class RowCounter:
 
     def _router_hook(self, layer: int) -> Any:
         def hook(module: Any, inputs: Any, output: Any) -> None:
-            if not _is_recompute():
+            if not is_recompute():
                 self._chosen_LE[layer] += output[1].sum(0).cpu()
 
         return hook
 
     def _experts_hook(self, layer: int) -> Any:
         def hook(module: Any, inputs: Any) -> None:
-            if not _is_recompute():
+            if not is_recompute():
                 self._given_Ln[layer] += inputs[1].cpu()
 
         return hook
@@ -118,7 +118,8 @@ class RowCounter:
         return torch.stack(gathered).cpu()
 
 
-def _is_recompute() -> bool:
+def is_recompute() -> bool:
+    """Whether this pass was counted before."""
     # A checkpointed pass runs without gradients first, then again with them in backward.
     return is_checkpointing() and torch.is_grad_enabled()
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from simulation.trace import PATTERN, TraceError, read_trace
+
 MOST_ROWS = 2**31 - 1
 
 
@@ -31,11 +33,14 @@ class DataSet:
 
 
 def read(path: Path, experts: int | None = None) -> list[DataSet]:
-    """The data sets of one file, or of all ``.npy`` and ``.json`` files of a folder by name.
+    """The data sets of one file, or of all files of a folder by name.
 
     - ``.npy``, integers [layer, token, choice]: expert ids, -1 for none;
     - ``.npy``, integers [layer, expert]: counts;
-    - ``.json``: ``{"logical_count": [[rows of expert 0, …], …]}``, a list a layer.
+    - ``.json``: ``{"logical_count": [[rows of expert 0, …], …]}``, a list a layer; where it has
+      ``rank_count`` [layer][rank][expert] too, that must add up to it;
+    - ``router_trace_rank*.jsonl``: Megatron's router trace (see `simulation.trace`), a data set for
+      every step and microbatch, the ranks of a folder together.
 
     Args:
         path: the file or folder.
@@ -46,13 +51,14 @@ def read(path: Path, experts: int | None = None) -> list[DataSet]:
     """
     if path.is_dir():
         files = sorted(one for one in path.iterdir() if one.suffix in (".npy", ".json"))
-        if not files:
-            raise DataError(f"{path}: no .npy or .json file in this folder")
-    elif path.suffix in (".npy", ".json"):
-        files = [path]
+        traces = sorted(path.glob(PATTERN))
+        if not files and not traces:
+            raise DataError(f"{path}: no .npy or .json file and no {PATTERN} in this folder")
+    elif path.suffix in (".npy", ".json", ".jsonl"):
+        files, traces = ([], [path]) if path.suffix == ".jsonl" else ([path], [])
     else:
-        raise DataError(f"{path}: neither a folder nor a .npy or .json file")
-    return [_read_file(one, experts) for one in files]
+        raise DataError(f"{path}: neither a folder nor a .npy, .json or .jsonl file")
+    return [_read_file(one, experts) for one in files] + _read_traces(traces, experts)
 
 
 def together(sets: Sequence[DataSet], names: Sequence[str]) -> DataSet:
@@ -65,6 +71,18 @@ def together(sets: Sequence[DataSet], names: Sequence[str]) -> DataSet:
     if len(shapes) > 1:
         raise DataError(f"--together {','.join(names)}: the shapes {sorted(shapes)} differ")
     return DataSet("+".join(names), sum(known[name].total_LE for name in names))
+
+
+def _read_traces(paths: Sequence[Path], experts: int | None) -> list[DataSet]:
+    try:
+        for path in paths:
+            if path.stat().st_size == 0:
+                raise DataError(f"{path}: the file is empty")
+        return [DataSet(*one) for one in read_trace(paths, experts)] if paths else []
+    except TraceError as error:
+        raise DataError(str(error)) from error
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror or error}") from error
 
 
 def _read_file(path: Path, experts: int | None) -> DataSet:
@@ -108,26 +126,40 @@ def _from_json(path: Path, _: int | None) -> np.ndarray:
         raise DataError(f"{path}: no JSON ({error})") from error
     if not isinstance(content, dict) or "logical_count" not in content:
         raise DataError(f"{path}: no object with the key logical_count")
-    return _checked(content["logical_count"], f"{path}: logical_count")
+    counts = _checked(content["logical_count"], f"{path}: logical_count")
+    if "rank_count" in content:
+        _check_ranks(content["rank_count"], counts, f"{path}: rank_count")
+    return counts
 
 
-def _checked(counts: Any, where: str) -> np.ndarray:
+def _check_ranks(by_rank: Any, total_LE: np.ndarray, where: str) -> None:
+    """Refuse counts by rank that are none, or do not add up."""
+    layers, experts = total_LE.shape
+    if not isinstance(by_rank, list) or len(by_rank) != layers:
+        raise DataError(f"{where}: give a list for each of the {layers} layers of logical_count")
+    for layer, counts in enumerate(by_rank):
+        counts_RE = _checked(counts, f"{where}: layer {layer}", "rank")
+        if counts_RE.shape[1] != experts or (counts_RE.sum(0) != total_LE[layer]).any():
+            raise DataError(f"{where}: layer {layer} does not add up to logical_count")
+
+
+def _checked(counts: Any, where: str, first: str = "layer") -> np.ndarray:
     """int64 [layers, experts], refused where these are no counts."""
     try:
         array = np.array(counts)
     except ValueError:
         array = np.array(None)
     if array.ndim != 2 or 0 in array.shape or array.dtype.kind not in "iuf":
-        raise DataError(f"{where}: give a list of layers, each a list of as many counts")
+        raise DataError(f"{where}: give a list of {first}s, each a list of as many counts")
     for layer, expert in _first(~np.isfinite(array) | (array < 0) | (array > MOST_ROWS)):
         value = array[layer, expert]
         raise DataError(
-            f"{where}: layer {layer}, expert {expert} has {value} rows: give 0..{MOST_ROWS}"
+            f"{where}: {first} {layer}, expert {expert} has {value} rows: give 0..{MOST_ROWS}"
         )
     for layer, expert in _first(array != np.floor(array)):
         value = array[layer, expert]
         raise DataError(
-            f"{where}: layer {layer}, expert {expert} has {value} rows: give a whole number"
+            f"{where}: {first} {layer}, expert {expert} has {value} rows: give a whole number"
         )
     return array.astype(np.int64)
 
