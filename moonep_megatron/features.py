@@ -271,10 +271,15 @@ FEATURES: tuple[Feature, ...] = (
         "test_training.py::test_recompute_moe_full",
         "gpu/test_moe_layer.py::test_recompute_and_redispatch_give_the_same_bits",
     ),
+    _yes(
+        "fine-grained offload outside the experts",
+        "--fine-grained-activation-offloading --offload-modules core_attn mlp_norm",
+        "gpu/test_features.py::test_fine_grained_offload",
+    ),
     _refused(
-        "fine-grained offload",
-        "--fine-grained-activation-offloading",
-        "fine_grained_activation_offloading",
+        "fine-grained offload of the experts' activations",
+        "--offload-modules expert_fc1 moe_act",
+        "offload_modules",
     ),
     _refused("CPU offload of layers", "--cpu-offloading-num-layers", "cpu_offloading"),
     _refused("paged stash", "--moe-paged-stash", "moe_paged_stash"),

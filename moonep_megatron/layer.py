@@ -14,11 +14,11 @@ from moonep_megatron import config as moonep_config
 from moonep_megatron import metrics, quack_gemm
 from moonep_megatron.activation import activation
 from moonep_megatron.backends import log_once, make_backend
+from moonep_megatron.conditions import captures_dispatch
 from moonep_megatron.dispatcher import MoonEPTokenDispatcher, recomputing
 from moonep_megatron.experts import ExpertCall, run_experts
 from moonep_megatron.forced import forced_gating
 from moonep_megatron.plan import plan_hash
-from moonep_megatron.refusals import captures_dispatch
 from moonep_megatron.slots import SlotPool, SlotShape, slot_pool
 from moonep_megatron.weights import HomeWeights
 

@@ -10,113 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from moonep_megatron import conditions
 
 if TYPE_CHECKING:
     from moonep_megatron.config import MoonEPConfig
 
 BEGIN, END = "<!-- refused:begin -->", "<!-- refused:end -->"
-_OWN = "moe_moonep_"
-
-
-class _Settings:
-    """Every setting by name: TransformerConfig first, then Megatron's arguments, then ours."""
-
-    def __init__(self, transformer_config: object, moonep: MoonEPConfig, arguments: object):
-        self._megatron = (transformer_config, arguments)
-        self._moonep = moonep
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith(_OWN):
-            return getattr(self._moonep, name.removeprefix(_OWN))
-        return next((getattr(s, name) for s in self._megatron if hasattr(s, name)), None)
-
-
-Test = Callable[[Any, _Settings], bool]
-
-
-def _is_set(value: Any, _: _Settings) -> bool:
-    return value is not None and value is not False
-
-
-def _above_one(value: Any, _: _Settings) -> bool:
-    return value is not None and value > 1
-
-
-def _other_than(allowed: str) -> Test:
-    return lambda value, _: value is not None and value != allowed
-
-
-def _uneven_experts(value: Any, at: _Settings) -> bool:
-    return value % at.expert_model_parallel_size != 0
-
-
-def _slots_out_of_range(value: Any, at: _Settings) -> bool:
-    homes = at.num_moe_experts // at.expert_model_parallel_size
-    return value is not None and not 1 <= value <= max(homes, 1)
-
-
-def _tokens_twice(value: Any, at: _Settings) -> bool:
-    return not value and (at.tensor_model_parallel_size or 1) > 1
-
-
-def _unbounded_tokens(value: Any, at: _Settings) -> bool:
-    return bool(value) and at.moe_moonep_max_tokens is None
-
-
-def captures_dispatch(at: Any) -> bool:
-    """Whether a CUDA graph of Megatron's holds the dispatch and the experts.
-
-    Args:
-        at: a TransformerConfig after its validation.
-    """
-    if at.cuda_graph_impl in (None, "none"):
-        return False
-    modules = {module.name for module in at.cuda_graph_modules or ()}
-    # No modules stand for whole layers; `local` captures a whole layer for its attention's sake.
-    whole = at.cuda_graph_impl == "full_iteration" or not modules
-    return whole or "moe" in modules or (at.cuda_graph_impl == "local" and "attn" in modules)
-
-
-def _sizes_asked_in_graph(_: Any, at: _Settings) -> bool:
-    return at.moe_moonep_backend == "collective" and captures_dispatch(at)
-
-
-def _shared_experts_cut(value: Any, at: _Settings) -> bool:
-    cut = any(module.name == "moe_preprocess" for module in value or ())
-    return cut and at.cuda_graph_impl != "none" and bool(at.moe_shared_expert_overlap)
-
-
-def _unknown_activation(value: Any, _: _Settings) -> bool:
-    import torch.nn.functional as F  # noqa: PLC0415
-    from megatron.core.activations import quick_gelu, squared_relu  # noqa: PLC0415
-
-    return value not in (F.silu, F.gelu, F.relu, squared_relu, quick_gelu)
-
-
-def _clamp_ignored_by_fusion(value: Any, at: _Settings) -> bool:
-    fused = at.bias_activation_fusion and at.gated_linear_unit
-    return value is not None and fused and at.activation_func.__name__ == "silu"
-
-
-def _biased_twice(value: Any, at: _Settings) -> bool:
-    return value is not None and at.moe_moonep_force_maxvio is not None
-
-
-def _ends_before_ours(seconds: float) -> Test:
-    """For a limit of Megatron's in units of so many seconds."""
-
-    def refused(value: Any, at: _Settings) -> bool:
-        kernels = at.moe_moonep_backend != "collective"
-        return bool(value) and kernels and value * seconds <= at.moe_moonep_timeout
-
-    return refused
-
-
-def _without_symmetric(value: Any, at: _Settings) -> bool:
-    return bool(value) and at.moe_moonep_backend == "collective"
 
 
 @dataclass(frozen=True)
@@ -126,7 +29,7 @@ class Refusal:
     field: str
     why: str
     when: str = "set"
-    refused: Test = _is_set
+    refused: conditions.Test = conditions.is_set
     remedy: str = "leave it out"
     flag: str | None = ""  # "" is made from the field; None: there is no flag, only the field
 
@@ -152,7 +55,10 @@ def _group(why: str, *fields: str, **same: Any) -> tuple[Refusal, ...]:
 _WHOLE = "an expert lies whole on its home rank"
 _ROWS = "every rank computes exactly the routed rows: none may be dropped or added"
 _WEIGHTS = "expert weights travel between ranks, in fp16, bf16 or fp32 only"
-_ORDER = "the gradients of duplicates must be home before an expert's gradient hook fires"
+_ORDER = (
+    "an expert's weight gradients are computed in its backward pass, because its duplicates' must "
+    "be home before its gradient hook fires"
+)
 _MLP = "the expert MLP is computed by moonep_megatron, which does not do this"
 
 REFUSED: tuple[Refusal, ...] = (
@@ -160,7 +66,7 @@ REFUSED: tuple[Refusal, ...] = (
         "num_moe_experts",
         "every rank is home to the same number of experts",
         when="not divisible by `--expert-model-parallel-size`",
-        refused=_uneven_experts,
+        refused=conditions.uneven_experts,
         remedy="choose a multiple of --expert-model-parallel-size",
         flag="--num-experts",
     ),
@@ -168,18 +74,29 @@ REFUSED: tuple[Refusal, ...] = (
         "moe_moonep_slots",
         "a rank has use for one duplicate slot at least and one for each home expert at most",
         when="not in 1 … `--num-experts` ÷ `--expert-model-parallel-size`",
-        refused=_slots_out_of_range,
+        refused=conditions.slots_out_of_range,
         remedy="leave it out, or choose it in 1 … --num-experts ÷ --expert-model-parallel-size",
     ),
     Refusal(
         "expert_tensor_parallel_size",
         _WHOLE,
         when="above 1 (by default it is `--tensor-model-parallel-size`)",
-        refused=_above_one,
+        refused=conditions.above_one,
         remedy="set --expert-tensor-parallel-size 1",
     ),
-    Refusal("expert_tensor_parallel_num_weight_shards", _WHOLE, when="above 1", refused=_above_one),
-    Refusal("expert_gtp_weight_remat_size", _WHOLE, when="above 1", refused=_above_one, flag=None),
+    Refusal(
+        "expert_tensor_parallel_num_weight_shards",
+        _WHOLE,
+        when="above 1",
+        refused=conditions.above_one,
+    ),
+    Refusal(
+        "expert_gtp_weight_remat_size",
+        _WHOLE,
+        when="above 1",
+        refused=conditions.above_one,
+        flag=None,
+    ),
     Refusal("use_megatron_fsdp", _WHOLE, remedy="use --use-distributed-optimizer in place of FSDP"),
     Refusal("use_torch_fsdp2", _WHOLE, remedy="use --use-distributed-optimizer in place of FSDP"),
     Refusal(
@@ -193,14 +110,14 @@ REFUSED: tuple[Refusal, ...] = (
         "sequence_parallel",
         "tensor-parallel ranks would bring the same tokens twice",
         when="missing while `--tensor-model-parallel-size` is above 1",
-        refused=_tokens_twice,
+        refused=conditions.tokens_twice,
         remedy="set --sequence-parallel",
     ),
     Refusal(
         "variable_seq_lengths",
         "row buffers would take their size from the first microbatch, which may be a short one",
         when="set, and Megatron's arguments do not give the longest microbatch",
-        refused=_unbounded_tokens,
+        refused=conditions.unbounded_tokens,
         remedy="set --moe-moonep-max-tokens",
         flag=None,
     ),
@@ -229,7 +146,7 @@ REFUSED: tuple[Refusal, ...] = (
         "moe_dispatch_fwd_dtype",
         "moe_combine_bwd_dtype",
         when="other than bf16",
-        refused=_other_than("bf16"),
+        refused=conditions.other_than("bf16"),
     ),
     Refusal(
         "enable_autocast",
@@ -239,7 +156,7 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         "add_bias_linear",
-        "experts have no bias",
+        "the biases of experts would not travel with their duplicates",
         when="missing",
         remedy="set --disable-bias-linear",
         flag="--disable-bias-linear",
@@ -248,7 +165,7 @@ REFUSED: tuple[Refusal, ...] = (
         "activation_func",
         _MLP,
         when="none of silu, gelu, relu, squared_relu, quick_gelu",
-        refused=_unknown_activation,
+        refused=conditions.unknown_activation,
         remedy="use --swiglu, --squared-relu, --quick-geglu or the default gelu",
         flag=None,
     ),
@@ -256,7 +173,7 @@ REFUSED: tuple[Refusal, ...] = (
         "activation_func_clamp_value",
         "Megatron's fused SwiGLU ignores the clamp, moonep_megatron would not",
         when="set together with `--swiglu` without `--no-bias-swiglu-fusion`",
-        refused=_clamp_ignored_by_fusion,
+        refused=conditions.clamp_ignored_by_fusion,
         remedy="set --no-bias-swiglu-fusion",
     ),
     *_group(
@@ -265,7 +182,13 @@ REFUSED: tuple[Refusal, ...] = (
         "use_te_activation_func",
         "use_transformer_engine_op_fuser",
         "batch_invariant_mode",
-        "fine_grained_activation_offloading",
+    ),
+    Refusal(
+        "offload_modules",
+        "the experts' activations are kept by moonep_megatron, which does not offload them",
+        when="`expert_fc1`, `moe_act` or `fused_group_mlp` are among them",
+        refused=conditions.offloads_experts,
+        remedy="leave these out; the activations of other modules may be offloaded",
     ),
     Refusal("activation_func_fp8_input_store", _MLP, flag=None),
     Refusal("cpu_offloading", _MLP, flag="--cpu-offloading-num-layers"),
@@ -283,7 +206,7 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         "overlap_moe_expert_parallel_comm",
-        "its schedule frees tensors that the backward pass still needs",
+        "it runs two microbatches inside a layer, whose rows and slots serve one pass at a time",
     ),
     *_group(_ORDER, "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"),
     Refusal(
@@ -291,21 +214,21 @@ REFUSED: tuple[Refusal, ...] = (
         "the collective backend asks the host for sizes, which a graph cannot",
         when="the backend is `collective` and a graph holds the dispatch: `full_iteration`, whole "
         "layers, or `local` with `attn`",
-        refused=_sizes_asked_in_graph,
+        refused=conditions.sizes_asked_in_graph,
         remedy="leave it out, or capture --cuda-graph-modules moe_router moe_preprocess only",
     ),
     Refusal(
         "cuda_graph_modules",
         "the graph would end between the steps of the overlapped shared experts",
         when="`moe_preprocess` together with `--moe-shared-expert-overlap`",
-        refused=_shared_experts_cut,
+        refused=conditions.shared_experts_cut,
         remedy="leave out --moe-shared-expert-overlap",
     ),
     Refusal(
         "moe_moonep_check_plan",
         "it compares plans on the host, which a graph cannot",
         when="set together with a CUDA graph that holds the dispatch",
-        refused=lambda value, at: bool(value) and captures_dispatch(at),
+        refused=lambda value, at: bool(value) and conditions.captures_dispatch(at),
     ),
     Refusal(
         "transformer_impl",
@@ -318,21 +241,21 @@ REFUSED: tuple[Refusal, ...] = (
         "moe_router_force_biased",
         "both bias the router",
         when="set together with `--moe-moonep-force-maxvio`",
-        refused=_biased_twice,
+        refused=conditions.biased_twice,
         remedy="use one of the two",
     ),
     Refusal(
         "moe_moonep_redispatch",
         "the collective backend keeps the dispatched rows",
         when="set together with `--moe-moonep-backend collective`",
-        refused=_without_symmetric,
+        refused=conditions.without_symmetric,
     ),
     *(
         Refusal(
             field,
             "Megatron would end the run before moonep can name the rank that does not answer",
             when="not above `--moe-moonep-timeout` (seconds), unless the backend is `collective`",
-            refused=_ends_before_ours(seconds),
+            refused=conditions.ends_before_ours(seconds),
             remedy="raise it, or lower --moe-moonep-timeout",
         )
         for field, seconds in (
@@ -404,7 +327,7 @@ def refusals(transformer_config: Any, moonep: MoonEPConfig, arguments: object = 
     """
     if not getattr(transformer_config, "num_moe_experts", None):
         return []
-    at = _Settings(transformer_config, moonep, arguments)
+    at = conditions.Settings(transformer_config, moonep, arguments)
     values = ((row, getattr(at, row.field)) for row in REFUSED)
     found = [row.message(value) for row, value in values if row.refused(value, at)]
     return found + list(_unread(transformer_config))

@@ -97,7 +97,10 @@ REFUSED_CASES = {
     "use_te_activation_func": [{"use_te_activation_func": True}],
     "use_transformer_engine_op_fuser": [{"use_transformer_engine_op_fuser": True}],
     "batch_invariant_mode": [{"batch_invariant_mode": True}],
-    "fine_grained_activation_offloading": [{"fine_grained_activation_offloading": True}],
+    "offload_modules": [
+        {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", module]}
+        for module in ("expert_fc1", "moe_act", "fused_group_mlp")
+    ],
     "activation_func_fp8_input_store": [{"activation_func_fp8_input_store": True}],
     "cpu_offloading": [{"cpu_offloading": True}],
     "save_activations_interval": [{"save_activations_interval": 10}],
@@ -188,6 +191,8 @@ ACCEPTED = [
     },
     {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 8, "moe_permute_fusion": True},
     {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True},
+    {"fine_grained_activation_offloading": True, "offload_modules": ["mlp_norm", "core_attn"]},
+    {"offload_modules": ["expert_fc1"]},
     {"variable_seq_lengths": True, "moe_moonep_max_tokens": 64},
 ]
 

@@ -186,6 +186,16 @@ def test_overlapped_shared_experts(gate: bool) -> None:
         assert all(torch.equal(g, other.gradients[name]) for name, g in one.gradients.items())
 
 
+def test_fine_grained_offload() -> None:
+    """Activations of everything but the experts leave for the host and come back."""
+    offloaded = {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"],
+        "min_offloaded_tensor_size": 0,
+    }
+    assert_same_training(_answers("moonep", offloaded if GPU else {}), _answers("moonep", {}))
+
+
 @needs_te
 def test_latent_experts() -> None:
     options = FP32 | {"moe_latent_size": 128}
