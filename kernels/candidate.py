@@ -53,6 +53,8 @@ class State(NamedTuple):
     """[R+1] their surplus, ascending; the largest integer behind the last."""
     held: cute.Tensor
     """[3, R] rows that they can give, see `moonep_megatron.kernels.trees`."""
+    rated: cute.Tensor
+    """[2, warps, 2] the best step of each warp."""
 
 
 FILLS, TRANSFERS, EXISTS = range(3)
@@ -70,6 +72,7 @@ def allocate(ranks: cutlass.Constexpr[int], homes: cutlass.Constexpr[int]) -> St
     sizes = [ranks * (homes + 1)] * 3 + [padded(ranks)] * 9 + [4]
     sizes += [SETS * EXACT_RANKS, SETS, SETS, EXACT_RANKS, EXACT_RANKS]
     sizes += [padded(ranks) + 1, padded(ranks) + 1, 3 * padded(ranks)]
+    sizes += [padded(ranks) // warp.WARP * 8]
     return State(
         *[smem.allocate_tensor(Int32, cute.make_layout(size), byte_alignment=16) for size in sizes]
     )

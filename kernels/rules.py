@@ -44,7 +44,7 @@ def find(
     if cutlass.const_expr(with_trees):  # noqa: SIM102 - run time inside
         if tree >= 0:
             trees.stand(s, ranks, threads)
-            if own == 0:
+            if own < trees.warps(ranks):
                 trees.grow(s, tree, pieces, ranks, homes)
     if tree < 0 and own == 0:
         _fill(s, fills, ranks)

@@ -78,10 +78,10 @@ def part_with(
     cut: Int32,
     pieces: Int64,
     homes: cutlass.Constexpr[int],
-) -> Int32:
+) -> None:
     """One warp: remove the donor's experts ``head`` to ``cut``, so that it keeps these rows.
 
-    What is left of the last expert moves to its place in the falling order. Returns the new head.
+    What is left of the last expert moves to its place in the falling order.
     """
     lane, _ = warp.lane_and_warp()
     row = donor * (homes + 1)
@@ -106,7 +106,6 @@ def part_with(
         s.received[receiver] = cut + 1 - head
         s.sent[donor] = s.sent[donor] + cut + 1 - head
     cute.arch.sync_warp()
-    return new_head
 
 
 @cute.jit

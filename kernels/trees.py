@@ -1,11 +1,12 @@
-"""The rule trees on the device, a candidate a warp, as `moonep_megatron.trees`.
+"""The rule trees on the device, as `moonep_megatron.trees`.
 
 Letters: R ranks, n home experts of a rank.
 
-The ranks stand by falling room, ties to the lowest, each at its *place*; a lane has those at places
-lane, lane + 32 and so on. In every step each lane rates the steps that serve its ranks, and the
-warp takes the least rating. What passes on must wait; what fills or relays is taken from the giver
-at once, because the next step depends on what the giver has left.
+A candidate is grown by two warps for every 32 ranks. The ranks stand by falling room, ties to the
+lowest, each at its *place*, and a lane has one of them; the first half of the warps rates the
+passes and fills that serve it, the second half the relays. In every step all warps agree on the
+least rating and go on from there alike. A pass only says what to move. What fills or relays is
+taken from the giver at once, by the first warp: the next step depends on what the giver has left.
 
 A rating is two words of at most 31 bits, compared one after the other, which also say which step it
 is: from the top *grade* (3 bits), *preference* (31), kind (2), place (7), second place (7) and
@@ -41,17 +42,28 @@ class _Key(NamedTuple):
     sign: Int32
 
 
-class _Ranks(NamedTuple):
-    """A lane's ranks, an entry for each 32 places."""
+class _Rank(NamedTuple):
+    """What never changes of a lane's rank."""
 
-    surplus: list[Int32]
-    passable: list[Int32]
-    """The most rows that a rank can give away."""
-    fits: list[Int32]
-    """The first place whose room a rank can fill."""
-    one: list[Int32]
-    """Rows of the largest expert, and of the largest two."""
-    two: list[Int32]
+    place: Int32
+    surplus: Int32
+    passable: Int32
+    """The most rows that it can give away."""
+    fits: Int32
+    """The first place whose room it can fill."""
+    one: Int32
+    """Rows of its largest expert, and of the largest two."""
+    two: Int32
+
+
+class _Share(NamedTuple):
+    """What a lane's fill or relay would take from the giver."""
+
+    second: Int32
+    """Place of the other rank of a relay, and its room."""
+    room: Int32
+    rows: Int32
+    """Of all; 0 where there is nothing to take."""
 
 
 class _Giver(NamedTuple):
@@ -86,6 +98,11 @@ def stand(s: State, ranks: cutlass.Constexpr[int], threads: cutlass.Constexpr[in
     cute.arch.sync_threads()
 
 
+def warps(ranks: int) -> int:
+    """Warps that grow a candidate."""
+    return 2 * padded(ranks) // warp.WARP
+
+
 @cute.jit
 def grow(
     s: State,
@@ -94,60 +111,107 @@ def grow(
     ranks: cutlass.Constexpr[int],
     homes: cutlass.Constexpr[int],
 ) -> None:
-    """One warp: grow candidate ``number`` step by step, and write its transfers.
+    """The first `warps`: grow candidate ``number`` step by step, and write its transfers.
 
     Fills and relays are already carried out for the giver, with their pieces.
     """
-    lane, _ = warp.lane_and_warp()
+    thread, _, _ = cute.arch.thread_idx()
+    key, relays = _key_of(number % KEYS), Int32(thread >= padded(ranks))
     cap, least = _least(s, ranks, homes)
     limit = least + number // KEYS
-    key = _key_of(number % KEYS)
-    mine = _look_up(s, limit, cap, ranks, homes)
+    mine = _look_up(s, thread % padded(ranks), limit, cap, relays, ranks, homes)
     # Bits of the places that are still to be served.
     left = [Int32(_ones(ranks - start)) for start in range(0, ranks, warp.WARP)]
     donor, flow, budget = Int32(0), Int32(0), limit
     row, head, rows, few, many = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-    t, served, more = Int32(0), Int32(0), Int32(1)
+    t, served, steps, more = Int32(0), Int32(0), Int32(0), Int32(1)
+    share = _share(s, mine, left, relays)
     while more != 0:
-        best = _passes(mine, left, flow, key)
+        best = _pass(mine, left, flow, key, relays)
         if flow > 0 and budget > 1:
             giver = _Giver(flow, budget, row, head, rows, few, many)
-            best = _shares(s, mine, left, giver, cap, key, best, homes)
-        high, low = _least_rating(best)
+            best = _give(s, mine, share, giver, cap, key, relays, best, homes)
+        high, low = _agree(s, best, steps, ranks)
+        steps += 1
         if low == warp.MOST:
             more = Int32(0)
         else:
             kind, place, second, experts, size = _step(high, low, key)
-            rank = s.order[place]
-            left = _without(left, place)
+            rank, left = s.order[place], _without(left, place)
             if kind == _PASS:
-                if lane == 0 and flow > 0:
+                if thread == 0 and flow > 0:
                     append(s, t, donor, rank, flow)
-                t += Int32(flow > 0)
+                t, served = t + Int32(flow > 0), served + 1
                 flow += size if experts != 0 else Int32(0) - size
                 donor, row, head, budget = rank, rank * (homes + 1), Int32(0), limit
                 rows, few, many = [s.held[i * padded(ranks) + place] for i in range(3)]
+                share = _share(s, mine, left, relays)
             else:
                 flow, rows, budget = flow - size, rows - size, budget - experts
-                head = transfers.part_with(
-                    s, donor, rank, rows, head, head + experts - 1, pieces, homes
-                )
+                cut = head + experts - 1
+                if thread < warp.WARP:
+                    transfers.part_with(s, donor, rank, rows, head, cut, pieces, homes)
+                if kind == _RELAY:
+                    if thread == 0:
+                        append(s, t, rank, s.order[second], Int32(0) - s.ranked[second])
+                    left = _without(left, second)
+                    t, served = t + 1, served + 1
+                share = _share(s, mine, left, relays)
+                _meet(ranks)
+                head = s.head[donor]
                 few = rows - s.after[row + cutlass.min(head + budget - 1, homes)]
                 many = rows - s.after[row + cutlass.min(head + budget, homes)]
-            if kind == _RELAY:
-                if lane == 0:
-                    append(s, t, rank, s.order[second], Int32(0) - s.ranked[second])
-                left = _without(left, second)
-                t += 1
                 served += 1
-            served += 1
             if served == ranks:
                 more = Int32(0)
-    if lane == 0:
-        found = Int32(served == ranks)
+    _conclude(s, t, Int32(served == ranks))
+
+
+@cute.jit
+def _conclude(s: State, t: Int32, found: Int32) -> None:
+    """One thread: so many transfers, if the candidate exists."""
+    thread, _, _ = cute.arch.thread_idx()
+    if thread == 0:
         s.scalars[FILLS] = t * found
         s.scalars[TRANSFERS] = t * found
         s.scalars[EXISTS] = found
+
+
+@cute.jit
+def _meet(ranks: cutlass.Constexpr[int]) -> None:
+    """Barrier of the warps that grow."""
+    cute.arch.barrier(barrier_id=1, number_of_threads=warps(ranks) * warp.WARP)
+
+
+@cute.jit
+def _agree(
+    s: State, rating: Rating, steps: Int32, ranks: cutlass.Constexpr[int]
+) -> tuple[Int32, Int32]:
+    """All warps that grow: the least rating of all lanes.
+
+    What a warp writes in one step may be read until the barrier of the next, so steps take turns.
+    """
+    lane, own = warp.lane_and_warp()
+    high = warp.warp_min(rating[0])
+    low = Int32(warp.MOST)
+    if rating[0] == high:
+        low = rating[1]
+    low = warp.warp_min(low)
+    start = (steps & 1) * (2 * warps(ranks))
+    if lane == 0:
+        s.rated[start + own * 2] = high
+        s.rated[start + own * 2 + 1] = low
+    _meet(ranks)
+    words = [s.rated[start + i] for i in range(2 * warps(ranks))]
+    return _least_of(list(zip(words[::2], words[1::2], strict=True)))
+
+
+def _least_of(ratings: list[Rating]) -> Rating:
+    """The least, two by two."""
+    if len(ratings) == 1:
+        return ratings[0]
+    half = len(ratings) // 2
+    return _better(_least_of(ratings[:half]), _least_of(ratings[half:]), Int32(1))
 
 
 @cute.jit
@@ -156,7 +220,7 @@ def _without(left: list[Int32], place: Int32) -> list[Int32]:
     words = []
     for g in cutlass.range_constexpr(len(left)):
         bit = Int32(place // warp.WARP == g) << place % warp.WARP
-        words.append(Int32(left[g] ^ bit))
+        words.append(Int32(left[g] & (bit ^ -1)))
     return words
 
 
@@ -177,7 +241,7 @@ def _key_of(number: Int32) -> _Key:
 def _least(
     s: State, ranks: cutlass.Constexpr[int], homes: cutlass.Constexpr[int]
 ) -> tuple[Int32, Int32]:
-    """One warp: the largest cap, and the most experts that some rank must send."""
+    """Every warp: the largest cap, and the most experts that some rank must send."""
     lane, _ = warp.lane_and_warp()
     places = [g * warp.WARP + lane for g in range(padded(ranks) // warp.WARP)]
     caps, surplus = [s.cap[d] for d in places], [s.surplus[d] for d in places]
@@ -198,106 +262,115 @@ def _least(
 @cute.jit
 def _look_up(
     s: State,
+    place: Int32,
     limit: Int32,
     cap: Int32,
+    relays: Int32,
     ranks: cutlass.Constexpr[int],
     homes: cutlass.Constexpr[int],
-) -> _Ranks:
-    """One warp: what never changes of its ranks, and into ``held`` what they have as givers."""
-    lane, _ = warp.lane_and_warp()
-    found = _Ranks([], [], [], [], [])
-    for g in cutlass.range_constexpr(padded(ranks) // warp.WARP):
-        place = g * warp.WARP + lane
-        row = s.order[place] * (homes + 1)
-        tops = [limit - 1, limit, Int32(1), Int32(2)]
-        after = [s.after[row + cutlass.max(cutlass.min(k, homes), 0)] for k in tops]
-        rows = s.after[row]
-        few, many, one, two = (rows - rest for rest in after)
+) -> _Rank:
+    """What never changes of the rank at a place, and into ``held`` what it has as a giver."""
+    row = s.order[place] * (homes + 1)
+    tops = [limit - 1, limit, Int32(1), Int32(2)]
+    after = [s.after[row + cutlass.max(cutlass.min(k, homes), 0)] for k in tops]
+    rows = s.after[row]
+    few, many, one, two = [rows - rest for rest in after]
+    if relays == 0:
         for i, value in enumerate((rows, few, many)):
             s.held[i * padded(ranks) + place] = value
-        passable = many
-        if Int64(limit) * Int64(cap) < Int64(many):
-            passable = limit * cap
-        low, high = Int32(0), Int32(ranks)
-        for _ in cutlass.range_constexpr(ranks.bit_length()):
-            middle = (low + high) // 2
-            # behind the last rank stands one without room, so low == high stays
-            if s.ranked[middle] >= Int32(0) - many:
-                high = middle
-            else:
-                low = middle + 1
-        values = (s.ranked[place], passable, high, one, two)
-        for values_of, value in zip(found, values, strict=True):
-            values_of.append(value)
-    cute.arch.sync_warp()
-    return found
+    passable = many
+    if Int64(limit) * Int64(cap) < Int64(many):
+        passable = limit * cap
+    low, high = Int32(0), Int32(ranks)
+    for _ in cutlass.range_constexpr(ranks.bit_length()):
+        middle = (low + high) // 2
+        # behind the last rank stands one without room, so low == high stays
+        if s.ranked[middle] >= Int32(0) - many:
+            high = middle
+        else:
+            low = middle + 1
+    _meet(ranks)
+    return _Rank(place, s.ranked[place], passable, high, one, two)
 
 
 @cute.jit
-def _passes(ranks: _Ranks, left: list[Int32], flow: Int32, key: _Key) -> Rating:
-    """A lane's best pass."""
-    lane, _ = warp.lane_and_warp()
-    best = (Int32(warp.MOST), Int32(warp.MOST))
-    for g in cutlass.range_constexpr(len(left)):
-        surplus = ranks.surplus[g]
-        out = flow + surplus
-        gives = Int32(surplus > 0)
-        grade = key.by_gives * gives + key.by_experts * 2 * (
-            Int32(out > ranks.one[g]) + Int32(out > ranks.two[g])
-        )
-        size = cutlass.max(surplus, Int32(0) - surplus)
-        place = g * warp.WARP + lane
-        rating = _rating(grade, size, key, _PASS, place, Int32(0), gives)
-        allowed = left[g] >> lane & 1 & Int32(out >= 0) & Int32(out <= ranks.passable[g])
-        best = _better(best, rating, allowed)
-    return best
+def _is_left(left: list[Int32], place: Int32) -> Int32:
+    """Whether a place is still to be served."""
+    word = left[0]
+    for g in cutlass.range_constexpr(1, len(left)):
+        if place // warp.WARP == g:
+            word = left[g]
+    return word >> place % warp.WARP & 1
 
 
 @cute.jit
-def _shares(
+def _pass(mine: _Rank, left: list[Int32], flow: Int32, key: _Key, relays: Int32) -> Rating:
+    """How a lane's rank would pass."""
+    out = flow + mine.surplus
+    gives = Int32(mine.surplus > 0)
+    grade = key.by_gives * gives
+    grade += key.by_experts * 2 * (Int32(out > mine.one) + Int32(out > mine.two))
+    size = cutlass.max(mine.surplus, Int32(0) - mine.surplus)
+    rating = _rating(grade, size, key, Int32(_PASS), mine.place, Int32(0), gives)
+    allowed = _is_left(left, mine.place) & Int32(relays == 0)
+    allowed = allowed & Int32(out >= 0) & Int32(out <= mine.passable)
+    return _better((Int32(warp.MOST), Int32(warp.MOST)), rating, allowed)
+
+
+@cute.jit
+def _share(s: State, mine: _Rank, left: list[Int32], relays: Int32) -> _Share:
+    """The rows of a lane's fill or relay, which do not depend on the giver."""
+    room, other, second = Int32(0) - mine.surplus, Int32(0), Int32(0)
+    rows = room
+    if relays != 0:
+        second = _first_left(left, mine.fits, mine.place)
+        other = Int32(0) - s.ranked[second]
+        rows = room + other
+        if other <= 0:
+            rows = Int32(0)
+    if room <= 0 or _is_left(left, mine.place) == 0:
+        rows = Int32(0)
+    return _Share(second, other, rows)
+
+
+@cute.jit
+def _give(
     s: State,
-    ranks: _Ranks,
-    left: list[Int32],
+    mine: _Rank,
+    share: _Share,
     giver: _Giver,
     cap: Int32,
     key: _Key,
+    relays: Int32,
     best: Rating,
     homes: cutlass.Constexpr[int],
 ) -> Rating:
-    """A lane's best fill or relay where it is better than ``best``."""
-    lane, _ = warp.lane_and_warp()
-    groups = range(len(left))
-    places = [g * warp.WARP + lane for g in groups]
-    rooms = [Int32(0) - surplus for surplus in ranks.surplus]
-    seconds = [_first_left(left, ranks.fits[g], g) for g in groups]
-    others = [Int32(0) - s.ranked[second] for second in seconds]
-    given = rooms + [room + other for room, other in zip(rooms, others, strict=True)]
-    experts = _spare(s, giver, given, cap, homes)
-    for g in cutlass.range_constexpr(len(left)):
-        open_ = left[g] >> lane & 1 & Int32(rooms[g] > 0)
-        alone, both = experts[g], experts[len(left) + g]
-        grade = key.by_experts * 2 * (Int32(alone > 1) + Int32(alone > 2))
-        rating = _rating(grade, rooms[g], key, _FILL, places[g], Int32(0), alone)
-        best = _better(best, rating, open_ & Int32(alone > 0))
-        # Grades of relays are beyond all others where experts count.
-        grade = key.by_experts * (6 + (Int32(both > 1) | Int32(others[g] > ranks.one[g])))
-        rating = _rating(grade, given[len(left) + g], key, _RELAY, places[g], seconds[g], both)
-        best = _better(best, rating, open_ & Int32(others[g] > 0) & Int32(both > 0))
-    return best
+    """A lane's fill or relay where it is better than ``best``."""
+    experts = _spare(s, giver, share.rows, cap, homes)
+    # Where experts count, relays are beyond all others: at 6, or 7 where more than two move.
+    counted = Int32(experts > 1) + Int32(experts > 2)
+    kind = Int32(_FILL)
+    if relays != 0:
+        kind = Int32(_RELAY)
+        counted = Int32(3)
+        if experts > 1 or share.room > mine.one:
+            counted = Int32(4)
+    rating = _rating(
+        key.by_experts * 2 * counted, share.rows, key, kind, mine.place, share.second, experts
+    )
+    return _better(best, rating, Int32(experts > 0))
 
 
 @cute.jit
-def _first_left(left: list[Int32], start: Int32, group: cutlass.Constexpr[int]) -> Int32:
-    """First place from ``start`` on that is still to be served and not this lane's, or 32 G."""
-    lane, _ = warp.lane_and_warp()
+def _first_left(left: list[Int32], start: Int32, place: Int32) -> Int32:
+    """First place from ``start`` on that is still to be served and not ``place``, or 32 G."""
     found = Int32(len(left) * warp.WARP)
+    others = _without(left, place)
     for i in cutlass.range_constexpr(len(left)):
         g = len(left) - 1 - i
-        bits = left[g] & (Int32(-1) << cutlass.min(cutlass.max(start - g * warp.WARP, 0), 31))
+        bits = others[g] & (Int32(-1) << cutlass.min(cutlass.max(start - g * warp.WARP, 0), 31))
         if start >= (g + 1) * warp.WARP:
             bits = Int32(0)
-        if cutlass.const_expr(g == group):
-            bits &= (Int32(1) << lane) ^ -1
         if bits != 0:
             found = g * warp.WARP + warp.lowest(bits)
     return found
@@ -305,27 +378,19 @@ def _first_left(left: list[Int32], start: Int32, group: cutlass.Constexpr[int]) 
 
 @cute.jit
 def _spare(
-    s: State, giver: _Giver, given: list[Int32], cap: Int32, homes: cutlass.Constexpr[int]
-) -> list[Int32]:
+    s: State, giver: _Giver, given: Int32, cap: Int32, homes: cutlass.Constexpr[int]
+) -> Int32:
     """Experts that leave with so many rows; 0 where the rest of the flow could not follow."""
-    keeps = [giver.rows - rows for rows in given]
-    same = [giver.row] * len(given), [giver.head] * len(given)
-    experts = chain.pass_on(s, *same, keeps, homes)
+    (experts,) = chain.pass_on(s, [giver.row], [giver.head], [giver.rows - given], homes)
+    rest, budget = giver.flow - given, giver.budget - experts
     # What is left of the last expert touched is among the largest left, or it is not.
-    most = [Int32(warp.MOST)] * len(given)
+    most = rest
     if giver.flow > giver.few:
-        for i in cutlass.range_constexpr(len(given)):
-            k = cutlass.min(giver.head + experts[i], homes)
-            most[i] = giver.many - (giver.rows - s.after[giver.row + k])
-    spared = []
-    for i in cutlass.range_constexpr(len(given)):
-        rest, budget = giver.flow - given[i], giver.budget - experts[i]
-        # No receiver takes more than a cap of one expert.
-        follows = Int32(Int64(budget) * Int64(cap) >= Int64(rest))
-        spared.append(
-            experts[i] * (Int32(rest > 0) & Int32(budget > 0) & Int32(rest <= most[i]) & follows)
-        )
-    return spared
+        kept = s.after[giver.row + cutlass.min(giver.head + experts, homes)]
+        most = giver.many - (giver.rows - kept)
+    # No receiver takes more than a cap of one expert.
+    follows = Int32(Int64(budget) * Int64(cap) >= Int64(rest))
+    return experts * (Int32(rest > 0) & Int32(budget > 0) & Int32(rest <= most) & follows)
 
 
 @cute.jit
@@ -333,7 +398,7 @@ def _rating(
     grade: Int32,
     size: Int32,
     key: _Key,
-    kind: cutlass.Constexpr[int],
+    kind: Int32,
     place: Int32,
     second: Int32,
     experts: Int32,
@@ -360,13 +425,3 @@ def _better(best: Rating, rating: Rating, allowed: Int32) -> Rating:
     if less & allowed != 0:
         high, low = rating
     return high, low
-
-
-@cute.jit
-def _least_rating(rating: Rating) -> Rating:
-    """One warp: the least of all lanes."""
-    high = warp.warp_min(rating[0])
-    low = Int32(warp.MOST)
-    if rating[0] == high:
-        low = rating[1]
-    return high, warp.warp_min(low)

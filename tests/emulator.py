@@ -213,6 +213,9 @@ arch = types.SimpleNamespace(
     block_idx=lambda: (current.block.index, 0, 0),
     grid_dim=lambda: (current.block.grid, 1, 1),
     sync_threads=lambda: meet("block", current.block.size, "block", None, to_all(lambda v: None)),
+    barrier=lambda barrier_id, number_of_threads: meet(
+        ("barrier", barrier_id), number_of_threads, "barrier", None, to_all(lambda v: None)
+    ),
     sync_warp=lambda mask=0xFFFFFFFF: in_warp("sync", None, to_all(lambda v: None), mask),
     # Not negative: ``bits & bits - 1`` of a lone bit 31 is 0 only where integers wrap.
     vote_ballot_sync=lambda flag: in_warp(
@@ -372,7 +375,8 @@ def load_kernels(*names):
     cutlass.range_constexpr, cutlass.min, cutlass.max = range, min, max
     cutlass.utils = types.SimpleNamespace(SmemAllocator=SmemAllocator)
     package = types.ModuleType("moonep_megatron.kernels")
-    compile_ = types.SimpleNamespace(compiled=compiled, vector=lambda _: None, stream=lambda: None)
+    compile_ = types.SimpleNamespace(compiled=compiled, stream=lambda: None)
+    compile_.vector = compile_.scalars = lambda _: None
     package.compile, package.ptx, package.__path__ = compile_, ptx, [str(SOURCES)]
     stand_ins = {
         "cutlass": cutlass,
