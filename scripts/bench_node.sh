@@ -10,9 +10,15 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ $# -ge 1 ]] || { sed -n '2,8p' "$0" >&2; exit 2; }
 out=$1 && shift
-mkdir -p "$out"
 sections=("$@")
 [[ $# -ge 1 ]] || sections=(tests kernels layers)
+for section in "${sections[@]}"; do
+  [[ " tests kernels layers published " == *" $section "* ]] || {
+    echo "unknown section $section: of tests, kernels, layers, published" >&2
+    exit 2
+  }
+done
+mkdir -p "$out"
 worst=0
 
 # part NAME SECONDS COMMAND...: runs it, its output in OUT/NAME.log, and says how it ended.
@@ -43,10 +49,6 @@ for section in "${sections[@]}"; do
         --shape E384:7168,2048,384,8,8192 --shape E896:7168,2048,896,8,8192 \
         --shape E896-short:7168,2048,896,8,1024 \
         --json "$out/published-layers.json" --png "$out/published-layers.png"
-      ;;
-    *)
-      echo "unknown section $section: of tests, kernels, layers, published" >&2
-      exit 2
       ;;
   esac
 done
