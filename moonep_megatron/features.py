@@ -194,6 +194,8 @@ FEATURES: tuple[Feature, ...] = (
         "shared experts overlapped with dispatch and combine",
         "--moe-shared-expert-overlap",
         "test_features_training.py::test_shared_experts",
+        "test_features_models.py::test_sequence_parallel_shared_experts",
+        "gpu/test_features.py::test_overlapped_shared_experts",
     ),
     _refused(
         "the same over latent experts",

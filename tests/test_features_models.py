@@ -37,21 +37,28 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 # --- context parallelism ------------------------------------------------------------------------
 
 
-def _layer_of_sequence_shards() -> list[dict[str, Tensor]]:
-    """A layer with Megatron's router, whose losses span the ranks of a sequence."""
-    losses = ["seq_aux_loss", "global_aux_loss"]
-    config = (
-        ("context_parallel_size", 2),
-        ("moe_router_load_balancing_type", losses),
-        ("moe_aux_loss_coeff", [0.1, 0.1]),
-        ("moe_z_loss_coeff", 0.01),
-    )
+LOSSES = (
+    ("moe_router_load_balancing_type", ["seq_aux_loss", "global_aux_loss"]),
+    ("moe_aux_loss_coeff", [0.1, 0.1]),
+    ("moe_z_loss_coeff", 0.01),
+)
+OVERLAPPED = (("moe_shared_expert_intermediate_size", 20), ("moe_shared_expert_overlap", True))
+
+
+def _layer_of_sequence_shards(config: tuple[Any, ...], tp: int = 1) -> list[dict[str, Tensor]]:
+    """A layer with Megatron's router: output and all gradients under both dispatchers."""
     found = []
     for dispatcher in DISPATCHERS:
-        case = Case(name="cp", ranks=4, routing=("router",), tokens=((24,) * 4,), config=config)
+        tokens = ((24,) * 4,)
+        case = Case(
+            name="", ranks=4, tp=tp, routing=("router",), tokens=tokens, config=LOSSES + config
+        )
         layer = build_layer(case, dispatcher)
         g = torch.Generator().manual_seed(5)
         layer.router.weight.data = torch.randn(layer.router.weight.shape, generator=g)
+        for name, parameter in layer.named_parameters():
+            if name.startswith("shared_experts"):
+                parameter.data = torch.randn(parameter.shape, generator=g) / 4
         g.manual_seed(dist.get_rank())
         hidden = torch.randn(12, 2, case.hidden, generator=g).requires_grad_()
         output = layer(hidden)[0]
@@ -63,8 +70,18 @@ def _layer_of_sequence_shards() -> list[dict[str, Tensor]]:
 
 def test_context_parallel() -> None:
     """CP=2 x DP=2 in an EP group of four, which spans the shards of two sequences."""
-    for theirs, ours in run_ranks(4, _layer_of_sequence_shards, layout=Layout(ep=4, cp=2)):
+    shards = (("context_parallel_size", 2),)
+    layout = Layout(ep=4, cp=2)
+    for theirs, ours in run_ranks(4, _layer_of_sequence_shards, shards, layout=layout):
         assert_close(ours, theirs)
+
+
+def test_sequence_parallel_shared_experts() -> None:
+    """TP=2: shared experts gather and scatter the sequence beside dispatch and combine."""
+    layout = Layout(ep=4, tp=2, expert_tp=1)
+    for theirs, ours in run_ranks(4, _layer_of_sequence_shards, OVERLAPPED, 2, layout=layout):
+        assert_close(ours, theirs)
+        assert any(name.startswith("shared_experts") for name in ours)
 
 
 # --- evaluation and generation ------------------------------------------------------------------
