@@ -347,17 +347,15 @@ def _give(
 ) -> Rating:
     """A lane's fill or relay where it is better than ``best``."""
     experts = _spare(s, giver, share.rows, cap, homes)
-    # Where experts count, relays are beyond all others: at 6, or 7 where more than two move.
-    counted = Int32(experts > 1) + Int32(experts > 2)
+    grade = 2 * (Int32(experts > 1) + Int32(experts > 2))
     kind = Int32(_FILL)
     if relays != 0:
-        kind = Int32(_RELAY)
-        counted = Int32(3)
+        # Beyond all others, and the last where more than two experts move.
+        kind, grade = Int32(_RELAY), Int32(6)
         if experts > 1 or share.room > mine.one:
-            counted = Int32(4)
-    rating = _rating(
-        key.by_experts * 2 * counted, share.rows, key, kind, mine.place, share.second, experts
-    )
+            grade = Int32(7)
+    grade *= key.by_experts
+    rating = _rating(grade, share.rows, key, kind, mine.place, share.second, experts)
     return _better(best, rating, Int32(experts > 0))
 
 
