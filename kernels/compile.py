@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
 
 # The DSL reads the target when it is imported; its default without a GPU is another chip.
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
@@ -32,7 +32,10 @@ class Config(Protocol):
     """Compile-time constants of one kernel."""
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        """The jitted host function and example arguments."""
+        """The jitted host function and example arguments.
+
+        Constants stand before tuples: names of kernels are cut, and a profiler should show them.
+        """
 
 
 def vector(dtype: Any, align: int = 16) -> Any:
@@ -40,6 +43,11 @@ def vector(dtype: Any, align: int = 16) -> Any:
     return make_fake_compact_tensor(
         dtype, (cute.sym_int(),), stride_order=(0,), assumed_align=align
     )
+
+
+def scalars(kind: Any) -> Any:
+    """An example argument: a NamedTuple of scalars, each of the type that its class annotates."""
+    return kind(*(scalar(0) for scalar in get_type_hints(kind).values()))
 
 
 def stream() -> Any:

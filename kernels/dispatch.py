@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
 import torch
@@ -65,21 +65,23 @@ def dispatch(
         rows.check_dense("probs_sK", probs_sK, torch.float32, (tokens, topk))
     config = Dispatch(topk=topk, by_token=memory.ranks <= topk, metadata=probs_sK is not None)
     kernel_compile.compiled(config)(
-        *memory.common,
-        layer,
-        x_sH.data_ptr(),
-        x_sH.stride(0) * x_sH.element_size(),
-        rank_sK.data_ptr(),
-        row_sK.data_ptr(),
-        0 if probs_sK is None else probs_sK.data_ptr(),
-        memory.receive.offset,
-        memory.rows_of.offset,
-        memory.source_row.offset,
-        memory.probs.offset,
-        tokens,
-        memory.max_tokens,
-        memory.chunks(x_sH),
-        sms,
+        memory.memory.peers,
+        memory.group(layer),
+        _Arguments(
+            x_sH.data_ptr(),
+            x_sH.stride(0) * x_sH.element_size(),
+            rank_sK.data_ptr(),
+            row_sK.data_ptr(),
+            0 if probs_sK is None else probs_sK.data_ptr(),
+            memory.receive.offset,
+            memory.rows_of.offset,
+            memory.source_row.offset,
+            memory.probs.offset,
+            tokens,
+            memory.max_tokens,
+            memory.chunks(x_sH),
+            sms,
+        ),
     )
 
 
@@ -89,8 +91,34 @@ def free_receive(memory: rows.RowMemory) -> None:
     Launch it once between two dispatches, behind the last reader of the receive rows, ``rows_of``,
     ``source_row`` and ``probs``.
     """
-    peers, flags, control, _, _, rank, ranks = memory.common
-    kernel_compile.compiled(FreeReceive())(peers, flags, control, rank, ranks)
+    kernel_compile.compiled(FreeReceive())(memory.memory.peers, memory.group(0))
+
+
+class _Arguments(NamedTuple):
+    """Addresses of a rank's own tensors, offsets in every rank's symmetric memory, and sizes."""
+
+    x: Int64
+    """Address of the tokens' rows."""
+    x_stride: Int64
+    """Bytes from one of them to the next."""
+    rank_sK: Int64
+    """Address; so is ``row_sK``."""
+    row_sK: Int64
+    probs_sK: Int64
+    """Address, 0 for rows alone."""
+    receive: Int64
+    """Offset; so are ``rows_of``, ``source_row`` and ``probs``."""
+    rows_of: Int64
+    source_row: Int64
+    probs: Int64
+    tokens: Int32
+    """s."""
+    max_tokens: Int32
+    """S."""
+    chunks: Int32
+    """Of 16 bytes, in a row."""
+    sms: Int32
+    """Blocks of the launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +138,13 @@ class Dispatch:
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """See `compile.Config`."""
-        examples = (*[Int64(0)] * 9, *[Int32(0)] * 4)
-        return _launch, (*rows.common_examples(), *examples, self, kernel_compile.stream())
+        return _launch, (
+            kernel_compile.vector(Int64),
+            self,
+            kernel_compile.scalars(sync.Group),
+            kernel_compile.scalars(_Arguments),
+            kernel_compile.stream(),
+        )
 
 
 @dataclass(frozen=True)
@@ -124,8 +157,7 @@ class FreeReceive:
         """See `compile.Config`."""
         return _launch_free, (
             kernel_compile.vector(Int64),
-            *[Int64(0)] * 2,
-            *[Int32(0)] * 2,
+            kernel_compile.scalars(sync.Group),
             kernel_compile.stream(),
         )
 
@@ -147,150 +179,86 @@ def configs() -> list[Dispatch | FreeReceive]:
 @cute.jit
 def _launch(
     peers: cute.Tensor,
-    flags: Int64,
-    control: Int64,
-    fault: Int64,
-    timeout_ns: Int64,
-    rank: Int32,
-    ranks: Int32,
-    layer: Int32,
-    x: Int64,
-    x_stride: Int64,
-    rank_sK: Int64,
-    row_sK: Int64,
-    probs_sK: Int64,
-    receive: Int64,
-    rows_of: Int64,
-    source_row: Int64,
-    probs: Int64,
-    tokens: Int32,
-    max_tokens: Int32,
-    chunks: Int32,
-    sms: Int32,
     config: cutlass.Constexpr[Dispatch],
+    group: sync.Group,
+    args: _Arguments,
     stream: Any,
 ) -> None:
-    _kernel(
-        peers,
-        flags,
-        control,
-        fault,
-        timeout_ns,
-        rank,
-        ranks,
-        layer,
-        x,
-        x_stride,
-        rank_sK,
-        row_sK,
-        probs_sK,
-        receive,
-        rows_of,
-        source_row,
-        probs,
-        tokens,
-        max_tokens,
-        chunks,
-        sms,
-        config,
-    ).launch(grid=[sms, 1, 1], block=[rows.THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+    _kernel(peers, config, group, args).launch(
+        grid=[args.sms, 1, 1], block=[rows.THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
+    )
 
 
 @cute.kernel
 def _kernel(
     peers: cute.Tensor,
-    flags: Int64,
-    control: Int64,
-    fault: Int64,
-    timeout_ns: Int64,
-    rank: Int32,
-    ranks: Int32,
-    layer: Int32,
-    x: Int64,
-    x_stride: Int64,
-    rank_sK: Int64,
-    row_sK: Int64,
-    probs_sK: Int64,
-    receive: Int64,
-    rows_of: Int64,
-    source_row: Int64,
-    probs: Int64,
-    tokens: Int32,
-    max_tokens: Int32,
-    chunks: Int32,
-    sms: Int32,
     config: cutlass.Constexpr[Dispatch],
+    group: sync.Group,
+    args: _Arguments,
 ) -> None:
     lane, warp = rows.place()
-    warps = sms * rows.WARPS
-    epoch = sync.next_epoch(control, sync.DISPATCHED)
+    warps = args.sms * rows.WARPS
+    rank = group.rank
+    epoch = sync.next_epoch(group.control, sync.DISPATCHED)
     # With R <= K this rank owns the receive rows of S tokens on every rank, also of those it does
     # not bring: their rows_of must say "none", whatever an earlier pass left there.
-    last = tokens
+    last = args.tokens
     if cutlass.const_expr(config.by_token and config.metadata):
-        last = max_tokens
-    stretches, span = rows.stretches(chunks, UNROLL)
+        last = args.max_tokens
+    stretches, span = rows.stretches(args.chunks, UNROLL)
     # The tables of successive tokens of a warp fall to different stretches.
     turns = cutlass.max(warps // stretches, 1)
-    next_to, next_row, next_prob = _entries(
-        rank_sK, row_sK, probs_sK, warp // stretches, tokens, lane, config
-    )
-    mine = peers[rank]
-    free = mine + sync.flag_offset(flags, sync.RECEIVE_FREE, ranks)
-    sync.wait_all(free, ranks, epoch - 1, sync.RECEIVE_FREE, fault, timeout_ns, rank, layer)
+    next_to, next_row, next_prob = _entries(args, warp // stretches, lane, config)
+    sync.wait_all(peers, group, sync.RECEIVE_FREE, epoch - 1)
     for item in cutlass.range(warp, last * stretches, warps, unroll=1):
         token, part = item // stretches, item % stretches
         to, row, prob = next_to, next_row, next_prob
-        next_to, next_row, next_prob = _entries(
-            rank_sK, row_sK, probs_sK, (item + warps) // stretches, tokens, lane, config
-        )
+        next_to, next_row, next_prob = _entries(args, (item + warps) // stretches, lane, config)
         carry, first = rows.carriers(to, lane)
-        there = rows.receive_row(row, first, token, rank, max_tokens, config.by_token)
+        there = rows.receive_row(row, first, token, rank, args.max_tokens, config.by_token)
         base = peers[cutlass.max(to, 0)]
-        target = base + receive + Int64(there) * (chunks * rows.CHUNK)
+        target = base + args.receive + Int64(there) * (args.chunks * rows.CHUNK)
         begin = part * span
-        end = cutlass.min(begin + span, chunks)
+        end = cutlass.min(begin + span, args.chunks)
         if carry == 0:
             end = Int32(0)
-        words = _load_stretch(x + Int64(token) * x_stride, begin + lane, end)
+        words = _load_stretch(args.x + Int64(token) * args.x_stride, begin + lane, end)
         if cutlass.const_expr(config.metadata):  # noqa: SIM102 - run time inside compile time
             if part == token // turns % stretches:
                 if to >= 0:
-                    ptx.store(base + source_row + Int64(row) * 4, there, "s32")
-                    ptx.store(base + probs + Int64(row) * 4, prob, "s32")
-                _store_rows_of(peers, rows_of, to, row, there, carry, rank, ranks, lane, config)
+                    ptx.store(base + args.source_row + Int64(row) * 4, there, "s32")
+                    ptx.store(base + args.probs + Int64(row) * 4, prob, "s32")
+                _store_rows_of(peers, group, args.rows_of, to, row, there, carry, lane, config)
         home = cute.arch.vote_ballot_sync(to == rank)
         turn = (token + rank) % config.topk
         _store_stretch(words, target, carry, home, turn, begin + lane, end)
 
-    if sync.last_block(sync.arrivals(control, sync.DISPATCHED), sms):
-        arrived = sync.flag_offset(flags, sync.DISPATCHED, ranks)
-        sync.signal_all(peers, arrived + Int64(rank) * 4, ranks, epoch)
-        sync.wait_all(mine + arrived, ranks, epoch, sync.DISPATCHED, fault, timeout_ns, rank, layer)
+    if sync.last_block(sync.arrivals(group.control, sync.DISPATCHED), args.sms):
+        sync.signal_all(peers, group, sync.DISPATCHED, epoch)
+        sync.wait_all(peers, group, sync.DISPATCHED, epoch)
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
-            sync.finish_epoch(control, sync.DISPATCHED, epoch)
+            sync.finish_epoch(group.control, sync.DISPATCHED, epoch)
 
 
 @cute.jit
 def _store_rows_of(
     peers: cute.Tensor,
+    group: sync.Group,
     rows_of: Int64,
     to: Int32,
     row: Int32,
     there: Int32,
     carry: Int32,
-    rank: Int32,
-    ranks: Int32,
     lane: Int32,
     config: cutlass.Constexpr[Dispatch],
 ) -> None:
     """Store ``rows_of`` of the warp's token on its destinations; with R <= K on all ranks."""
     if cutlass.const_expr(config.by_token):
-        for i in cutlass.range(ranks, unroll=1):
-            peer = rank + 1 + i
-            if peer >= ranks:
-                peer = peer - ranks
+        for i in cutlass.range(group.ranks, unroll=1):
+            peer = group.rank + 1 + i
+            if peer >= group.ranks:
+                peer = peer - group.ranks
             _store_one(peers[peer] + rows_of, there, to == peer, row, lane, config.topk)
     else:
         left = carry
@@ -326,19 +294,14 @@ def _store_one(
 
 @cute.jit
 def _entries(
-    rank_sK: Int64,
-    row_sK: Int64,
-    probs_sK: Int64,
-    token: Int32,
-    tokens: Int32,
-    lane: Int32,
-    config: cutlass.Constexpr[Dispatch],
+    args: _Arguments, token: Int32, lane: Int32, config: cutlass.Constexpr[Dispatch]
 ) -> tuple[Int32, Int32, Int32]:
     """Lane k's entry of a token: destination, row there, and probability as bits."""
     prob = Int32(0)
     if cutlass.const_expr(config.metadata):
-        prob = rows.entry(probs_sK, token, tokens, lane, config.topk)
-    to, row = (rows.entry(at, token, tokens, lane, config.topk) for at in (rank_sK, row_sK))
+        prob = rows.entry(args.probs_sK, token, args.tokens, lane, config.topk)
+    to = rows.entry(args.rank_sK, token, args.tokens, lane, config.topk)
+    row = rows.entry(args.row_sK, token, args.tokens, lane, config.topk)
     return to, row, prob
 
 
@@ -378,19 +341,13 @@ def _store_stretch(
 
 
 @cute.kernel
-def _free_kernel(
-    peers: cute.Tensor, flags: Int64, control: Int64, rank: Int32, ranks: Int32
-) -> None:
+def _free_kernel(peers: cute.Tensor, group: sync.Group) -> None:
     # The readers were earlier kernels of this stream; the fence keeps their loads before the flag.
     ptx.fence_sys()
-    flag = sync.flag_offset(flags, sync.RECEIVE_FREE, ranks) + Int64(rank) * 4
-    sync.signal_all(peers, flag, ranks, sync.current_epoch(control, sync.DISPATCHED))
+    epoch = sync.current_epoch(group.control, sync.DISPATCHED)
+    sync.signal_all(peers, group, sync.RECEIVE_FREE, epoch)
 
 
 @cute.jit
-def _launch_free(
-    peers: cute.Tensor, flags: Int64, control: Int64, rank: Int32, ranks: Int32, stream: Any
-) -> None:
-    _free_kernel(peers, flags, control, rank, ranks).launch(
-        grid=[1, 1, 1], block=[rows.MAX_RANKS, 1, 1], stream=stream
-    )
+def _launch_free(peers: cute.Tensor, group: sync.Group, stream: Any) -> None:
+    _free_kernel(peers, group).launch(grid=[1, 1, 1], block=[rows.MAX_RANKS, 1, 1], stream=stream)

@@ -69,10 +69,10 @@ class Duplicates:
         """B."""
         return self.pushed.shape[1]
 
-    def group(self, layer: int) -> Group:
+    def group(self, layer: int) -> sync.Group:
         """An argument of every kernel here."""
         memory = self.memory
-        return Group(
+        return sync.Group(
             self.flags.offset,
             memory.control.data_ptr(),
             memory.fault.data_ptr(),
@@ -98,18 +98,6 @@ class Duplicates:
         return foreign_expert_Rn.view(-1), Wave(wave, self.slots, homes)
 
 
-class Group(NamedTuple):
-    """Kernel argument: this rank's place and the addresses of the protocol, as in `sync`."""
-
-    flags: Int64
-    control: Int64
-    fault: Int64
-    timeout_ns: Int64
-    rank: Int32
-    ranks: Int32
-    layer: Int32
-
-
 class Wave(NamedTuple):
     """Kernel argument: number of the wave, B and n."""
 
@@ -125,11 +113,6 @@ class Slots(NamedTuple):
     offset2: Int64
     bytes1: Int64
     bytes2: Int64
-
-
-ANY_GROUP = Group(Int64(0), Int64(0), Int64(0), Int64(0), Int32(0), Int32(0), Int32(0))
-ANY_WAVE = Wave(Int32(0), Int32(0), Int32(0))
-ANY_SLOTS = Slots(Int64(0), Int64(0), Int64(0), Int64(0))
 
 
 def any_addresses() -> Any:
@@ -154,32 +137,15 @@ def slots_of(regions: tuple[Region, Region]) -> Slots:
     return Slots(first.offset, second.offset, expert_bytes(first), expert_bytes(second))
 
 
-def flag_address(peers: cute.Tensor, group: Group, stage: int, source: Int32) -> Int64:
-    """Address of this rank's own ``flags[stage, source]``."""
-    row = peers[group.rank] + sync.flag_offset(group.flags, stage, group.ranks)
-    return row + Int64(source) * 4
-
-
-def wait(address: Int64, epoch: Int32, peer: Int32, stage: int, group: Group) -> None:
-    """`sync.wait` of one thread."""
-    sync.wait(address, epoch, peer, stage, group.fault, group.timeout_ns, group.rank, group.layer)
-
-
-def signal_all(peers: cute.Tensor, group: Group, stage: int, epoch: Int32) -> None:
-    """`sync.signal_all` of this rank's flag of a stage."""
-    flag = sync.flag_offset(group.flags, stage, group.ranks) + Int64(group.rank) * 4
-    sync.signal_all(peers, flag, group.ranks, epoch)
-
-
 @cute.jit
-def entries(wave: Wave, group: Group) -> Int32:
+def entries(wave: Wave, group: sync.Group) -> Int32:
     """Number of (slot, holder) pairs of a wave; the last wave may have fewer slots."""
     return cutlass.min(wave.slots, wave.homes - wave.index * wave.slots) * group.ranks
 
 
 @cute.jit
 def home_expert(
-    foreign: cute.Tensor, holder: Int32, slot: Int32, wave: Wave, group: Group
+    foreign: cute.Tensor, holder: Int32, slot: Int32, wave: Wave, group: sync.Group
 ) -> Int32:
     """Local index of the expert in a slot of a holder, -1 unless this rank is its home."""
     place = wave.index * wave.slots + slot
@@ -257,12 +223,12 @@ def first_tile(done: Int32, block: Int32, blocks: Int32) -> Int32:
 
 
 @cute.kernel
-def _signal(peers: cute.Tensor, group: Group, stage: cutlass.Constexpr[int]) -> None:
+def _signal(peers: cute.Tensor, group: sync.Group, stage: cutlass.Constexpr[int]) -> None:
     thread, _, _ = cute.arch.thread_idx()
     epoch = sync.next_epoch(group.control, stage)
     # The kernels before this one on the stream have ended, so their reads and writes are ordered
     # before these stores with release.
-    signal_all(peers, group, stage, epoch)
+    sync.signal_all(peers, group, stage, epoch)
     cute.arch.sync_threads()
     if thread == 0:
         sync.finish_epoch(group.control, stage, epoch)
@@ -270,7 +236,7 @@ def _signal(peers: cute.Tensor, group: Group, stage: cutlass.Constexpr[int]) -> 
 
 @cute.jit
 def _launch_signal(
-    peers: cute.Tensor, group: Group, stage: cutlass.Constexpr[int], stream: Any
+    peers: cute.Tensor, group: sync.Group, stage: cutlass.Constexpr[int], stream: Any
 ) -> None:
     _signal(peers, group, stage).launch(grid=[1, 1, 1], block=[SMALL_BLOCK, 1, 1], stream=stream)
 
@@ -284,7 +250,12 @@ class SignalConfig:
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """See `compile.Config`."""
-        return _launch_signal, (any_addresses(), ANY_GROUP, self.stage, kernel_compile.stream())
+        return _launch_signal, (
+            any_addresses(),
+            kernel_compile.scalars(sync.Group),
+            self.stage,
+            kernel_compile.stream(),
+        )
 
 
 def signal(duplicates: Duplicates, stage: int) -> None:

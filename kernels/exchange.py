@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import torch
@@ -48,22 +48,7 @@ class ExchangeConfig:
         blocks = -(-(experts + HEADER) // COLUMNS)
 
         @cute.kernel
-        def kernel(
-            peers: cute.Tensor,
-            counts_offset: Int64,
-            flags_offset: Int64,
-            control: Int64,
-            fault: Int64,
-            timeout_ns: Int64,
-            rank: Int32,
-            layer: Int32,
-            max_tokens: Int32,
-            chunk_counts: Int64,
-            chunks: Int32,
-            chunk_first: Int64,
-            all_counts: Int64,
-            totals: Int64,
-        ) -> None:
+        def kernel(peers: cute.Tensor, group: sync.Group, args: _Arguments) -> None:
             cute.arch.griddepcontrol_wait()
             pitch = experts + HEADER
             block, _, _ = cute.arch.block_idx()
@@ -72,65 +57,51 @@ class ExchangeConfig:
             sums = smem.allocate_tensor(
                 Int32, cute.make_layout(2 * (_WARPS + 1) * COLUMNS), byte_alignment=16
             )
-            epoch = sync.next_epoch(control, sync.EXCHANGED)
-            half = counts_offset + Int64(epoch & 1) * (ranks * pitch * 4)
-            before = _add_chunks(sums, chunk_counts, chunks, column, pitch)
-            _store_to_peers(sums, peers, half + Int64(rank) * (pitch * 4), block, ranks, pitch)
-            last = sync.last_block(sync.arrivals(control, sync.EXCHANGED), Int32(blocks))
-            flags = sync.flag_offset(flags_offset, sync.EXCHANGED, ranks)
+            epoch = sync.next_epoch(group.control, sync.EXCHANGED)
+            half = args.counts_offset + Int64(epoch & 1) * (ranks * pitch * 4)
+            before = _add_chunks(sums, args.chunk_counts, args.chunks, column, pitch)
+            mine = half + Int64(group.rank) * (pitch * 4)
+            _store_to_peers(sums, peers, mine, block, ranks, pitch)
+            last = sync.last_block(sync.arrivals(group.control, sync.EXCHANGED), Int32(blocks))
             if last:
-                sync.signal_all(peers, flags + Int64(rank) * 4, Int32(ranks), epoch)
-            _write_first(chunk_counts, chunk_first, before, chunks, column, pitch)
-            own = peers[rank]
-            sync.wait_all(
-                own + flags, Int32(ranks), epoch, sync.EXCHANGED, fault, timeout_ns, rank, layer
-            )
+                sync.signal_all(peers, group, sync.EXCHANGED, epoch)
+            _write_first(args.chunk_counts, args.chunk_first, before, args.chunks, column, pitch)
+            arrived = peers[group.rank] + half
+            sync.wait_all(peers, group, sync.EXCHANGED, epoch)
             # Not before: the plan's blocks would hold their SMs for as long as a peer is late.
             cute.arch.griddepcontrol_launch_dependents()
             if last:
-                _refuse_bad_input(own + half, fault, rank, layer, max_tokens, ranks, experts)
+                _refuse_bad_input(arrived, group, args.max_tokens, ranks, experts)
                 thread, _, _ = cute.arch.thread_idx()
                 if thread == 0:
-                    sync.finish_epoch(control, sync.EXCHANGED, epoch)
-            _add_ranks(sums, own + half, all_counts, totals, rank, column, ranks, experts)
+                    sync.finish_epoch(group.control, sync.EXCHANGED, epoch)
+            _add_ranks(sums, arrived, args, group.rank, column, ranks, experts)
 
         @cute.jit
-        def launch(
-            peers: cute.Tensor,
-            counts_offset: Int64,
-            flags_offset: Int64,
-            control: Int64,
-            fault: Int64,
-            timeout_ns: Int64,
-            rank: Int32,
-            layer: Int32,
-            max_tokens: Int32,
-            chunk_counts: Int64,
-            chunks: Int32,
-            chunk_first: Int64,
-            all_counts: Int64,
-            totals: Int64,
-            stream: Any,
-        ) -> None:
-            kernel(
-                peers,
-                counts_offset,
-                flags_offset,
-                control,
-                fault,
-                timeout_ns,
-                rank,
-                layer,
-                max_tokens,
-                chunk_counts,
-                chunks,
-                chunk_first,
-                all_counts,
-                totals,
-            ).launch(grid=[blocks, 1, 1], block=[_THREADS, 1, 1], use_pdl=True, stream=stream)
+        def launch(peers: cute.Tensor, group: sync.Group, args: _Arguments, stream: Any) -> None:
+            kernel(peers, group, args).launch(
+                grid=[blocks, 1, 1], block=[_THREADS, 1, 1], use_pdl=True, stream=stream
+            )
 
-        integers = (*[Int64(0)] * 5, *[Int32(0)] * 3, Int64(0), Int32(0), *[Int64(0)] * 3)
-        return launch, (kc.vector(Int64), *integers, kc.stream())
+        scalars = kc.scalars(sync.Group), kc.scalars(_Arguments)
+        return launch, (kc.vector(Int64), *scalars, kc.stream())
+
+
+class _Arguments(NamedTuple):
+    """Addresses of this rank's tensors, and sizes."""
+
+    counts_offset: Int64
+    """Offset of ``counts[2, R, E + HEADER]`` in the allocation of every rank."""
+    max_tokens: Int32
+    """S."""
+    chunk_counts: Int64
+    """Address of ``counts_CE``."""
+    chunks: Int32
+    """C."""
+    chunk_first: Int64
+    """Address of ``first_CE``; so are the next of ``counts_RE`` and ``totals_2E``."""
+    all_counts: Int64
+    totals: Int64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -172,7 +143,6 @@ def exchange(
         flags_offset: of int32 ``flags[STAGES, R]`` in the allocation.
         control, fault: this rank's control block and pinned fault record.
     """
-    tiles = chunks(tokens)
     ranks, experts = peers.numel(), counts_CE.shape[1] - HEADER
     exchanged = Exchanged(
         first_CE=torch.empty_like(counts_CE),
@@ -181,19 +151,18 @@ def exchange(
     )
     kc.compiled(ExchangeConfig(ranks, experts))(
         peers,
-        counts_offset,
-        flags_offset,
-        control.data_ptr(),
-        fault.data_ptr(),
-        timeout_ns,
-        rank,
-        layer,
-        max_tokens,
-        counts_CE.data_ptr(),
-        tiles,
-        exchanged.first_CE.data_ptr(),
-        exchanged.counts_RE.data_ptr(),
-        exchanged.totals_2E.data_ptr(),
+        sync.Group(
+            flags_offset, control.data_ptr(), fault.data_ptr(), timeout_ns, rank, ranks, layer
+        ),
+        _Arguments(
+            counts_offset,
+            max_tokens,
+            counts_CE.data_ptr(),
+            chunks(tokens),
+            exchanged.first_CE.data_ptr(),
+            exchanged.counts_RE.data_ptr(),
+            exchanged.totals_2E.data_ptr(),
+        ),
     )
     return exchanged
 
@@ -295,8 +264,7 @@ def _store_to_peers(
 def _add_ranks(
     sums: cute.Tensor,
     counts: Int64,
-    all_counts: Int64,
-    totals: Int64,
+    args: _Arguments,
     rank: Int32,
     column: Int32,
     ranks: cutlass.Constexpr[int],
@@ -308,7 +276,7 @@ def _add_ranks(
     if column < experts:
         for r in cutlass.range(own, ranks, _WARPS):
             value = ptx.load(counts + (r * (experts + HEADER) + column) * 4, "s32")
-            ptx.store(all_counts + (r * experts + column) * 4, value, "s32")
+            ptx.store(args.all_counts + (r * experts + column) * 4, value, "s32")
             total += value
             if r < rank:
                 below += value
@@ -316,15 +284,13 @@ def _add_ranks(
     _spread(sums, 1, below)
     if own < 2 and column < experts:
         start = own * (_WARPS + 1) * COLUMNS + _WARPS * COLUMNS
-        ptx.store(totals + (own * experts + column) * 4, sums[start + lane], "s32")
+        ptx.store(args.totals + (own * experts + column) * 4, sums[start + lane], "s32")
 
 
 @cute.jit
 def _refuse_bad_input(
     counts: Int64,
-    fault: Int64,
-    rank: Int32,
-    layer: Int32,
+    group: sync.Group,
     max_tokens: Int32,
     ranks: cutlass.Constexpr[int],
     experts: cutlass.Constexpr[int],
@@ -351,9 +317,4 @@ def _refuse_bad_input(
             if who != 0 and found == 0:
                 found = Int32(1)
                 if lane == warp.lowest(who):
-                    fields = (rank, peer, layer, Int32(sync.EXCHANGED), most, seen)
-                    for i in cutlass.range_constexpr(len(fields)):
-                        ptx.store(fault + (i + 1) * 4, fields[i], "s32")
-                    ptx.fence_sys()
-                    ptx.store_release_sys(fault, kind)
-                    ptx.trap()
+                    sync.fail(group, kind, peer, sync.EXCHANGED, most, seen)

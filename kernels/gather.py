@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
 import torch
@@ -60,20 +60,46 @@ def gather(
         d_probs=d_probs_sK is not None,
     )
     kernel_compile.compiled(config)(
-        *memory.common,
-        layer,
-        rank_sK.data_ptr(),
-        row_sK.data_ptr(),
-        out_sH.data_ptr(),
-        out_sH.stride(0) * out_sH.element_size(),
-        0 if d_probs_sK is None else d_probs_sK.data_ptr(),
-        memory.combine.offset,
-        memory.d_probs.offset,
-        tokens,
-        memory.max_tokens,
-        chunks,
-        sms,
+        memory.memory.peers,
+        memory.group(layer),
+        _Arguments(
+            rank_sK.data_ptr(),
+            row_sK.data_ptr(),
+            out_sH.data_ptr(),
+            out_sH.stride(0) * out_sH.element_size(),
+            0 if d_probs_sK is None else d_probs_sK.data_ptr(),
+            memory.combine.offset,
+            memory.d_probs.offset,
+            tokens,
+            memory.max_tokens,
+            chunks,
+            sms,
+        ),
     )
+
+
+class _Arguments(NamedTuple):
+    """Addresses of a rank's own tensors, offsets in every rank's symmetric memory, and sizes."""
+
+    rank_sK: Int64
+    """Address; so are ``row_sK`` and ``out``."""
+    row_sK: Int64
+    out: Int64
+    stride: Int64
+    """Bytes from one row of ``out`` to the next."""
+    d_probs_sK: Int64
+    """Address, 0 where they are not wanted."""
+    combine: Int64
+    """Offset; so is ``d_probs``."""
+    d_probs: Int64
+    tokens: Int32
+    """s."""
+    max_tokens: Int32
+    """S."""
+    chunks: Int32
+    """Of 16 bytes, in a row."""
+    sms: Int32
+    """Blocks of the launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +121,13 @@ class Gather:
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """See `compile.Config`."""
-        examples = (*rows.common_examples(), *[Int64(0)] * 7, *[Int32(0)] * 4)
-        return _launch, (*examples, self, kernel_compile.stream())
+        return _launch, (
+            kernel_compile.vector(Int64),
+            self,
+            kernel_compile.scalars(sync.Group),
+            kernel_compile.scalars(_Arguments),
+            kernel_compile.stream(),
+        )
 
 
 def configs() -> list[Gather]:
@@ -116,59 +147,42 @@ def configs() -> list[Gather]:
 @cute.kernel
 def _kernel(
     peers: cute.Tensor,
-    flags: Int64,
-    control: Int64,
-    fault: Int64,
-    timeout_ns: Int64,
-    rank: Int32,
-    ranks: Int32,
-    layer: Int32,
-    rank_sK: Int64,
-    row_sK: Int64,
-    out: Int64,
-    stride: Int64,
-    d_probs_sK: Int64,
-    combine: Int64,
-    d_probs: Int64,
-    tokens: Int32,
-    max_tokens: Int32,
-    chunks: Int32,
-    sms: Int32,
     config: cutlass.Constexpr[Gather],
+    group: sync.Group,
+    args: _Arguments,
 ) -> None:
     lane, warp = rows.place()
-    warps = sms * rows.WARPS
-    epoch = sync.next_epoch(control, sync.GATHERED)
-    next_from = rows.entry(rank_sK, warp, tokens, lane, config.topk)
-    next_row = rows.entry(row_sK, warp, tokens, lane, config.topk)
-    summed = peers[rank] + sync.flag_offset(flags, sync.SUMMED, ranks)
-    sync.wait_all(summed, ranks, epoch, sync.SUMMED, fault, timeout_ns, rank, layer)
+    warps = args.sms * rows.WARPS
+    tokens = args.tokens
+    epoch = sync.next_epoch(group.control, sync.GATHERED)
+    next_from = rows.entry(args.rank_sK, warp, tokens, lane, config.topk)
+    next_row = rows.entry(args.row_sK, warp, tokens, lane, config.topk)
+    sync.wait_all(peers, group, sync.SUMMED, epoch)
     for token in cutlass.range(warp, tokens, warps, unroll=1):
         source, row = next_from, next_row
-        next_from = rows.entry(rank_sK, token + warps, tokens, lane, config.topk)
-        next_row = rows.entry(row_sK, token + warps, tokens, lane, config.topk)
+        next_from = rows.entry(args.rank_sK, token + warps, tokens, lane, config.topk)
+        next_row = rows.entry(args.row_sK, token + warps, tokens, lane, config.topk)
         base = peers[cutlass.max(source, 0)]
         gradient = Float32(0.0)
         if cutlass.const_expr(config.d_probs):
-            gradient = _gradient(base + d_probs, row, source)
+            gradient = _gradient(base + args.d_probs, row, source)
         carry, first = rows.carriers(source, lane)
-        m = rows.receive_row(row, first, token, rank, max_tokens, config.by_token)
-        address = base + combine + Int64(m) * (chunks * rows.CHUNK)
+        m = rows.receive_row(row, first, token, group.rank, args.max_tokens, config.by_token)
+        address = base + args.combine + Int64(m) * (args.chunks * rows.CHUNK)
         address = cute.arch.shuffle_sync(address, _ascending(source, carry, lane, config.topk))
         count = cute.arch.popc(carry)
-        home = out + Int64(token) * stride
-        rows.sum_rows(address, count, home, chunks, lane, config.dtype, False)
+        home = args.out + Int64(token) * args.stride
+        rows.sum_rows(address, count, home, args.chunks, lane, config.dtype, False)
         # Only now, so that the row's loads do not wait for the gradient.
         if cutlass.const_expr(config.d_probs):
-            _store_gradient(d_probs_sK, token, gradient, lane, config.topk)
+            _store_gradient(args.d_probs_sK, token, gradient, lane, config.topk)
 
     # The barrier and the fences in last_block keep all loads before the flag.
-    if sync.last_block(sync.arrivals(control, sync.GATHERED), sms):
-        flag = sync.flag_offset(flags, sync.GATHERED, ranks) + Int64(rank) * 4
-        sync.signal_all(peers, flag, ranks, epoch)
+    if sync.last_block(sync.arrivals(group.control, sync.GATHERED), args.sms):
+        sync.signal_all(peers, group, sync.GATHERED, epoch)
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
-            sync.finish_epoch(control, sync.GATHERED, epoch)
+            sync.finish_epoch(group.control, sync.GATHERED, epoch)
 
 
 @cute.jit
@@ -208,46 +222,11 @@ def _ascending(source: Int32, carry: Int32, lane: Int32, topk: cutlass.Constexpr
 @cute.jit
 def _launch(
     peers: cute.Tensor,
-    flags: Int64,
-    control: Int64,
-    fault: Int64,
-    timeout_ns: Int64,
-    rank: Int32,
-    ranks: Int32,
-    layer: Int32,
-    rank_sK: Int64,
-    row_sK: Int64,
-    out: Int64,
-    stride: Int64,
-    d_probs_sK: Int64,
-    combine: Int64,
-    d_probs: Int64,
-    tokens: Int32,
-    max_tokens: Int32,
-    chunks: Int32,
-    sms: Int32,
     config: cutlass.Constexpr[Gather],
+    group: sync.Group,
+    args: _Arguments,
     stream: Any,
 ) -> None:
-    _kernel(
-        peers,
-        flags,
-        control,
-        fault,
-        timeout_ns,
-        rank,
-        ranks,
-        layer,
-        rank_sK,
-        row_sK,
-        out,
-        stride,
-        d_probs_sK,
-        combine,
-        d_probs,
-        tokens,
-        max_tokens,
-        chunks,
-        sms,
-        config,
-    ).launch(grid=[sms, 1, 1], block=[rows.THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+    _kernel(peers, config, group, args).launch(
+        grid=[args.sms, 1, 1], block=[rows.THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
+    )

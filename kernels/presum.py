@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
 import torch
@@ -60,18 +60,41 @@ def presum(
     rows.check_dense("cap", cap, torch.int32, ())
     config = Presum(topk=topk, by_token=memory.ranks <= topk, dtype=rows.DTYPES[dtype])
     kernel_compile.compiled(config)(
-        *memory.common,
-        layer,
-        rows_NH.data_ptr(),
-        rows_NH.stride(0) * rows_NH.element_size(),
-        rows_of_MK.data_ptr(),
-        source_row_N.data_ptr(),
-        cap.data_ptr(),
-        memory.combine.offset,
-        most,
-        chunks,
-        sms,
+        memory.memory.peers,
+        memory.group(layer),
+        _Arguments(
+            rows_NH.data_ptr(),
+            rows_NH.stride(0) * rows_NH.element_size(),
+            rows_of_MK.data_ptr(),
+            source_row_N.data_ptr(),
+            cap.data_ptr(),
+            memory.combine.offset,
+            most,
+            chunks,
+            sms,
+        ),
     )
+
+
+class _Arguments(NamedTuple):
+    """Addresses of this rank's tensors, and sizes."""
+
+    grouped: Int64
+    """Address of the grouped rows."""
+    stride: Int64
+    """Bytes from one of them to the next."""
+    rows_of: Int64
+    """Address; so are ``source_row`` and ``cap``."""
+    source_row: Int64
+    cap: Int64
+    combine: Int64
+    """Offset in the symmetric memory."""
+    most: Int32
+    """M."""
+    chunks: Int32
+    """Of 16 bytes, in a row."""
+    sms: Int32
+    """Blocks of the launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +114,13 @@ class Presum:
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """See `compile.Config`."""
-        examples = (*rows.common_examples(), *[Int64(0)] * 6, *[Int32(0)] * 3)
-        return _launch, (*examples, self, kernel_compile.stream())
+        return _launch, (
+            kernel_compile.vector(Int64),
+            self,
+            kernel_compile.scalars(sync.Group),
+            kernel_compile.scalars(_Arguments),
+            kernel_compile.stream(),
+        )
 
 
 def configs() -> list[Presum]:
@@ -107,55 +135,38 @@ def configs() -> list[Presum]:
 @cute.kernel
 def _kernel(
     peers: cute.Tensor,
-    flags: Int64,
-    control: Int64,
-    fault: Int64,
-    timeout_ns: Int64,
-    rank: Int32,
-    ranks: Int32,
-    layer: Int32,
-    grouped: Int64,
-    stride: Int64,
-    rows_of: Int64,
-    source_row: Int64,
-    cap: Int64,
-    combine: Int64,
-    most: Int32,
-    chunks: Int32,
-    sms: Int32,
     config: cutlass.Constexpr[Presum],
+    group: sync.Group,
+    args: _Arguments,
 ) -> None:
     lane, warp = rows.place()
-    warps = sms * rows.WARPS
-    epoch = sync.next_epoch(control, sync.SUMMED)
-    last = most
+    warps = args.sms * rows.WARPS
+    epoch = sync.next_epoch(group.control, sync.SUMMED)
+    last = args.most
     if cutlass.const_expr(not config.by_token):
         # Grouped rows behind the cap hold what an earlier pass left.
-        last = cutlass.min(most, ptx.load(cap, "s32"))
-    next_row = rows.entry(rows_of, warp, last, lane, config.topk)
-    next_carrier = _carrier(source_row, warp, last, config)
-    mine = peers[rank]
-    gathered = mine + sync.flag_offset(flags, sync.GATHERED, ranks)
-    sync.wait_all(gathered, ranks, epoch - 1, sync.GATHERED, fault, timeout_ns, rank, layer)
+        last = cutlass.min(last, ptx.load(args.cap, "s32"))
+    next_row = rows.entry(args.rows_of, warp, last, lane, config.topk)
+    next_carrier = _carrier(args.source_row, warp, last, config)
+    sums = peers[group.rank] + args.combine
+    sync.wait_all(peers, group, sync.GATHERED, epoch - 1)
     for m in cutlass.range(warp, last, warps, unroll=1):
         row, carrier = next_row, next_carrier
-        next_row = rows.entry(rows_of, m + warps, last, lane, config.topk)
-        next_carrier = _carrier(source_row, m + warps, last, config)
+        next_row = rows.entry(args.rows_of, m + warps, last, lane, config.topk)
+        next_carrier = _carrier(args.source_row, m + warps, last, config)
         # The rows stand in front, so lane i has the i-th.
         count = cute.arch.popc(cute.arch.vote_ballot_sync(row >= 0))
         # A grouped row that carries no token keeps an old rows_of.
         if count > 0 and carrier == m:
-            out = mine + combine + Int64(m) * (chunks * rows.CHUNK)
-            rows.sum_rows(
-                grouped + Int64(row) * stride, count, out, chunks, lane, config.dtype, True
-            )
+            out = sums + Int64(m) * (args.chunks * rows.CHUNK)
+            address = args.grouped + Int64(row) * args.stride
+            rows.sum_rows(address, count, out, args.chunks, lane, config.dtype, True)
 
-    if sync.last_block(sync.arrivals(control, sync.SUMMED), sms):
-        flag = sync.flag_offset(flags, sync.SUMMED, ranks) + Int64(rank) * 4
-        sync.signal_all(peers, flag, ranks, epoch)
+    if sync.last_block(sync.arrivals(group.control, sync.SUMMED), args.sms):
+        sync.signal_all(peers, group, sync.SUMMED, epoch)
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
-            sync.finish_epoch(control, sync.SUMMED, epoch)
+            sync.finish_epoch(group.control, sync.SUMMED, epoch)
 
 
 @cute.jit
@@ -172,42 +183,11 @@ def _carrier(source_row: Int64, m: Int32, last: Int32, config: cutlass.Constexpr
 @cute.jit
 def _launch(
     peers: cute.Tensor,
-    flags: Int64,
-    control: Int64,
-    fault: Int64,
-    timeout_ns: Int64,
-    rank: Int32,
-    ranks: Int32,
-    layer: Int32,
-    grouped: Int64,
-    stride: Int64,
-    rows_of: Int64,
-    source_row: Int64,
-    cap: Int64,
-    combine: Int64,
-    most: Int32,
-    chunks: Int32,
-    sms: Int32,
     config: cutlass.Constexpr[Presum],
+    group: sync.Group,
+    args: _Arguments,
     stream: Any,
 ) -> None:
-    _kernel(
-        peers,
-        flags,
-        control,
-        fault,
-        timeout_ns,
-        rank,
-        ranks,
-        layer,
-        grouped,
-        stride,
-        rows_of,
-        source_row,
-        cap,
-        combine,
-        most,
-        chunks,
-        sms,
-        config,
-    ).launch(grid=[sms, 1, 1], block=[rows.THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+    _kernel(peers, config, group, args).launch(
+        grid=[args.sms, 1, 1], block=[rows.THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
+    )

@@ -84,7 +84,7 @@ def _find_copies(
     foreign: cute.Tensor,
     copies: cute.Tensor,
     wave: dup.Wave,
-    group: dup.Group,
+    group: sync.Group,
     epoch: Int32,
 ) -> Int32:
     """List this home's copies by expert, then holder, -1 behind the last; wait for the holders."""
@@ -101,8 +101,8 @@ def _find_copies(
         holder = entry % group.ranks
         expert = dup.home_expert(foreign, holder, slot, wave, group)
         if expert >= 0:
-            ready = dup.flag_address(peers, group, sync.GRADS_READY, holder)
-            dup.wait(ready, epoch, holder, sync.GRADS_READY, group)
+            ready = sync.flag_address(peers, group, sync.GRADS_READY, holder)
+            sync.wait(ready, epoch, holder, sync.GRADS_READY, group)
             held[expert * group.ranks + holder] = slot
     # The table is complete, and what some threads acquired holds for the whole block.
     cute.arch.sync_threads()
@@ -280,7 +280,7 @@ def _pull(
     targets2: cute.Tensor,
     grads: dup.Slots,
     wave: dup.Wave,
-    group: dup.Group,
+    group: sync.Group,
     blocks: Int32,
     dtype: cutlass.Constexpr[type],
 ) -> None:
@@ -296,7 +296,7 @@ def _pull(
     )
     # The values that all blocks loaded have been used, so the holders may overwrite them.
     if sync.last_block(sync.arrivals(group.control, sync.PULLED), blocks):
-        dup.signal_all(peers, group, sync.PULLED, epoch)
+        sync.signal_all(peers, group, sync.PULLED, epoch)
         if thread == 0:
             sync.finish_epoch(group.control, sync.PULLED, epoch)
 
@@ -309,7 +309,7 @@ def _launch_pull(
     targets2: cute.Tensor,
     grads: dup.Slots,
     wave: dup.Wave,
-    group: dup.Group,
+    group: sync.Group,
     blocks: Int32,
     dtype: cutlass.Constexpr[type],
     stream: Any,
@@ -338,9 +338,9 @@ class PullConfig:
             dup.any_foreign(),
             dup.any_addresses(),
             dup.any_addresses(),
-            dup.ANY_SLOTS,
-            dup.ANY_WAVE,
-            dup.ANY_GROUP,
+            kernel_compile.scalars(dup.Slots),
+            kernel_compile.scalars(dup.Wave),
+            kernel_compile.scalars(sync.Group),
             Int32(0),
             dtype,
             kernel_compile.stream(),
@@ -348,16 +348,16 @@ class PullConfig:
 
 
 @cute.kernel
-def _wait_pulled(peers: cute.Tensor, group: dup.Group) -> None:
+def _wait_pulled(peers: cute.Tensor, group: sync.Group) -> None:
     thread, _, _ = cute.arch.thread_idx()
     epoch = sync.current_epoch(group.control, sync.GRADS_READY)
     if thread < group.ranks:
-        pulled = dup.flag_address(peers, group, sync.PULLED, thread)
-        dup.wait(pulled, epoch, thread, sync.PULLED, group)
+        pulled = sync.flag_address(peers, group, sync.PULLED, thread)
+        sync.wait(pulled, epoch, thread, sync.PULLED, group)
 
 
 @cute.jit
-def _launch_wait_pulled(peers: cute.Tensor, group: dup.Group, stream: Any) -> None:
+def _launch_wait_pulled(peers: cute.Tensor, group: sync.Group, stream: Any) -> None:
     _wait_pulled(peers, group).launch(grid=[1, 1, 1], block=[dup.SMALL_BLOCK, 1, 1], stream=stream)
 
 
@@ -369,7 +369,11 @@ class WaitConfig:
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """See `compile.Config`."""
-        return _launch_wait_pulled, (dup.any_addresses(), dup.ANY_GROUP, kernel_compile.stream())
+        return _launch_wait_pulled, (
+            dup.any_addresses(),
+            kernel_compile.scalars(sync.Group),
+            kernel_compile.stream(),
+        )
 
 
 def configs() -> list[PullConfig | WaitConfig]:

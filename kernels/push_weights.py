@@ -104,7 +104,7 @@ def _find_copies(
     foreign: cute.Tensor,
     copies: cute.Tensor,
     wave: dup.Wave,
-    group: dup.Group,
+    group: sync.Group,
     epoch: Int32,
 ) -> Int32:
     """List this home's copies by slot, then rank from the next one on; wait for their holders.
@@ -123,8 +123,8 @@ def _find_copies(
             holder = (group.rank + 1 + entry % group.ranks) % group.ranks
             expert = dup.home_expert(foreign, holder, slot, wave, group)
             if expert >= 0:
-                free = dup.flag_address(peers, group, sync.SLOTS_FREE, holder)
-                dup.wait(free, epoch - 1, holder, sync.SLOTS_FREE, group)
+                free = sync.flag_address(peers, group, sync.SLOTS_FREE, holder)
+                sync.wait(free, epoch - 1, holder, sync.SLOTS_FREE, group)
                 copy = dup.pack_copy(expert, holder, slot)
         count = dup.append(copies, totals, count, copy)
     # The list is complete, and what some threads acquired holds for the whole block.
@@ -162,7 +162,7 @@ def _push(
     pushed: Int64,
     slots: dup.Slots,
     wave: dup.Wave,
-    group: dup.Group,
+    group: sync.Group,
     backward: Int32,
     blocks: Int32,
 ) -> None:
@@ -216,7 +216,7 @@ def _launch_push(
     pushed: Int64,
     slots: dup.Slots,
     wave: dup.Wave,
-    group: dup.Group,
+    group: sync.Group,
     backward: Int32,
     blocks: Int32,
     stream: Any,
@@ -240,9 +240,9 @@ class PushConfig:
             dup.any_addresses(),
             dup.any_addresses(),
             Int64(0),
-            dup.ANY_SLOTS,
-            dup.ANY_WAVE,
-            dup.ANY_GROUP,
+            kernel_compile.scalars(dup.Slots),
+            kernel_compile.scalars(dup.Wave),
+            kernel_compile.scalars(sync.Group),
             Int32(0),
             Int32(0),
             kernel_compile.stream(),
@@ -255,7 +255,7 @@ def _wait_slots(
     foreign: cute.Tensor,
     pushed: Int64,
     wave: dup.Wave,
-    group: dup.Group,
+    group: sync.Group,
     projection: Int32,
     first: Int32,
     end: Int32,
@@ -268,7 +268,7 @@ def _wait_slots(
             expert = foreign[group.rank * wave.homes + place]
             if expert >= 0:
                 flag = peers[group.rank] + pushed + Int64(projection * wave.slots + slot) * 4
-                dup.wait(flag, epoch, expert // wave.homes, sync.PUSHED, group)
+                sync.wait(flag, epoch, expert // wave.homes, sync.PUSHED, group)
 
 
 @cute.jit
@@ -277,7 +277,7 @@ def _launch_wait_slots(
     foreign: cute.Tensor,
     pushed: Int64,
     wave: dup.Wave,
-    group: dup.Group,
+    group: sync.Group,
     projection: Int32,
     first: Int32,
     end: Int32,
@@ -300,8 +300,8 @@ class WaitConfig:
             dup.any_addresses(),
             dup.any_foreign(),
             Int64(0),
-            dup.ANY_WAVE,
-            dup.ANY_GROUP,
+            kernel_compile.scalars(dup.Wave),
+            kernel_compile.scalars(sync.Group),
             *[Int32(0)] * 3,
             kernel_compile.stream(),
         )

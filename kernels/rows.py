@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import cutlass
 import torch
 from cutlass import Float32, Int32, Int64, cute
-from moonep_megatron.kernels import compile as kernel_compile
-from moonep_megatron.kernels import ptx
+from moonep_megatron.kernels import ptx, sync
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,11 +73,13 @@ class RowMemory:
         if not 1 <= self.ranks <= MAX_RANKS:
             raise ValueError(f"{self.ranks} ranks: the kernels take 1..{MAX_RANKS}")
 
+    def group(self, layer: int) -> sync.Group:
+        """An argument of every kernel of rows."""
+        return sync.Group(*self._place, layer)
+
     @cached_property
-    def common(self) -> tuple[Tensor, int, int, int, int, int, int]:
-        """The first arguments of every kernel of rows; the layer follows."""
+    def _place(self) -> tuple[int, ...]:
         return (
-            self.memory.peers,
             self.flags.offset,
             self.memory.control.data_ptr(),
             self.memory.fault.data_ptr(),
@@ -139,11 +140,6 @@ def check_dense(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int,
             f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}: "
             f"give dense {dtype} {list(shape)}"
         )
-
-
-def common_examples() -> tuple[object, ...]:
-    """Example arguments for `RowMemory.common` and the layer."""
-    return (kernel_compile.vector(Int64), *[Int64(0)] * 4, *[Int32(0)] * 3)
 
 
 @cute.jit

@@ -29,6 +29,8 @@ slot gradients          each home has signalled PULLED for the last pull
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 from moonep_megatron.kernels import ptx
@@ -67,6 +69,23 @@ FAULT_FIELDS = ("valid", "rank", "peer", "layer", "stage", "expected", "seen")
 _POLL_NS = 100
 
 
+class Group(NamedTuple):
+    """Kernel argument: this rank's place in the group, and where the protocol's memory lies."""
+
+    flags: Int64
+    """Offset of int32 ``flags[STAGES, R]`` in the allocation of every rank."""
+    control: Int64
+    """Address of this rank's control block; ``fault`` is that of its fault record."""
+    fault: Int64
+    timeout_ns: Int64
+    """Bound on every wait."""
+    rank: Int32
+    ranks: Int32
+    """R."""
+    layer: Int32
+    """What a fault record names."""
+
+
 @cute.jit
 def next_epoch(control: Int64, stage: cutlass.Constexpr[int]) -> Int32:
     """The epoch that this launch of a stage works with."""
@@ -85,73 +104,69 @@ def finish_epoch(control: Int64, stage: cutlass.Constexpr[int], epoch: Int32) ->
     ptx.store(control + stage * 4, epoch, "s32")
 
 
-def flag_offset(flags: Int64, stage: int, ranks: Int32) -> Int64:
-    """Offset of ``flags[stage, 0]`` behind a rank's base address, given that of the region."""
-    return flags + Int64(stage * 4) * Int64(ranks)
+def flag_offset(group: Group, stage: int, source: Int32) -> Int64:
+    """Offset of ``flags[stage, source]`` behind a rank's base address."""
+    return group.flags + Int64(stage * 4) * Int64(group.ranks) + Int64(source) * 4
+
+
+def flag_address(peers: cute.Tensor, group: Group, stage: int, source: Int32) -> Int64:
+    """Address of this rank's own ``flags[stage, source]``."""
+    return peers[group.rank] + flag_offset(group, stage, source)
 
 
 @cute.jit
 def wait(
-    address: Int64,
-    epoch: Int32,
-    peer: Int32,
-    stage: cutlass.Constexpr[int],
-    fault_address: Int64,
-    timeout_ns: Int64,
-    rank: Int32,
-    layer: Int32,
+    address: Int64, epoch: Int32, peer: Int32, stage: cutlass.Constexpr[int], group: Group
 ) -> None:
     """One thread waits until the flag at ``address`` has reached ``epoch``."""
     seen = ptx.load_acquire_sys(address)
     if seen - epoch < 0:
-        end = ptx.global_nanoseconds() + timeout_ns
+        end = ptx.global_nanoseconds() + group.timeout_ns
         while seen - epoch < 0:
             ptx.nanosleep(_POLL_NS)
             seen = ptx.load_acquire_sys(address)
             if seen - epoch < 0 and ptx.global_nanoseconds() > end:
-                fields = (rank, peer, layer, Int32(stage), epoch, seen)
-                for i in cutlass.range_constexpr(len(FAULT_FIELDS) - 1):
-                    ptx.store(fault_address + (i + 1) * 4, fields[i], "s32")
-                ptx.fence_sys()
-                # "valid" last, so that the host never reads half a record.
-                ptx.store_release_sys(fault_address, Int32(1))
-                ptx.trap()
+                fail(group, Int32(1), peer, stage, epoch, seen)
 
 
 @cute.jit
-def wait_all(
-    flags: Int64,
-    ranks: Int32,
-    epoch: Int32,
+def fail(
+    group: Group,
+    kind: Int32,
+    peer: Int32,
     stage: cutlass.Constexpr[int],
-    fault_address: Int64,
-    timeout_ns: Int64,
-    rank: Int32,
-    layer: Int32,
+    expected: Int32,
+    seen: Int32,
 ) -> None:
-    """All threads of a block (at least R): wait for ``flags[r]`` of every rank r.
+    """One thread writes the fault record, ``kind`` as "valid", and traps."""
+    fields = (group.rank, peer, group.layer, Int32(stage), expected, seen)
+    for i in cutlass.range_constexpr(len(FAULT_FIELDS) - 1):
+        ptx.store(group.fault + (i + 1) * 4, fields[i], "s32")
+    ptx.fence_sys()
+    # "valid" last, so that the host never reads half a record.
+    ptx.store_release_sys(group.fault, kind)
+    ptx.trap()
 
-    Args:
-        flags: address of ``flags[stage, 0]`` in this rank's own memory.
-    """
+
+@cute.jit
+def wait_all(peers: cute.Tensor, group: Group, stage: cutlass.Constexpr[int], epoch: Int32) -> None:
+    """All threads of a block (at least R): wait for this rank's ``flags[stage, r]`` of every r."""
     thread, _, _ = cute.arch.thread_idx()
-    if thread < ranks:
-        wait(
-            flags + Int64(thread) * 4, epoch, thread, stage, fault_address, timeout_ns, rank, layer
-        )
+    flags = flag_address(peers, group, stage, Int32(0))
+    if thread < group.ranks:
+        wait(flags + Int64(thread) * 4, epoch, thread, stage, group)
     # The barrier carries what thread r acquired to the whole block.
     cute.arch.sync_threads()
 
 
 @cute.jit
-def signal_all(peers: cute.Tensor, flag: Int64, ranks: Int32, epoch: Int32) -> None:
-    """Threads of one block (at least R): store ``epoch`` into a flag on every rank.
-
-    Args:
-        flag: offset of ``flags[stage, me]``.
-    """
+def signal_all(
+    peers: cute.Tensor, group: Group, stage: cutlass.Constexpr[int], epoch: Int32
+) -> None:
+    """Threads of one block (at least R): store ``epoch`` into ``flags[stage, me]`` of all ranks."""
     thread, _, _ = cute.arch.thread_idx()
-    if thread < ranks:
+    flag = flag_offset(group, stage, group.rank)
+    if thread < group.ranks:
         ptx.store_release_sys(peers[thread] + flag, epoch)
 
 
