@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import torch
@@ -39,54 +39,52 @@ class DestinationsConfig:
         ranks, experts, topk = self.ranks, self.experts, self.topk
 
         @cute.kernel
-        def kernel(
-            plan: cute.Tensor,
-            ids: Int64,
-            places: Int64,
-            chunk_first: Int64,
-            entries: Int32,
-            out_rank: Int64,
-            out_row: Int64,
-            rank: Int32,
-        ) -> None:
+        def kernel(plan: cute.Tensor, args: _Arguments) -> None:
             cute.arch.griddepcontrol_wait()
             thread, _, _ = cute.arch.thread_idx()
             block, _, _ = cute.arch.block_idx()
             blocks, _, _ = cute.arch.grid_dim()
+            first = block * _THREADS + thread
             memory = plan.iterator.toint()
-            for i in cutlass.range(block * _THREADS + thread, entries, blocks * _THREADS):
+            for i in cutlass.range(first, args.entries, blocks * _THREADS):
                 to, row = Int32(-1), Int32(-1)
-                expert = ptx.load(ids + Int64(i) * 4, "s32")
+                expert = ptx.load(args.ids + Int64(i) * 4, "s32")
                 if expert >= 0 and expert < experts:
                     chunk = i // (CHUNK * topk)
-                    place = ptx.load(places + Int64(i) * 4, "s32") + ptx.load(
-                        chunk_first + (Int64(chunk) * (experts + HEADER) + expert) * 4, "s32"
-                    )
-                    to, row = _destination(memory, expert, place, rank, ranks, experts)
-                ptx.store(out_rank + Int64(i) * 4, to, "s32")
-                ptx.store(out_row + Int64(i) * 4, row, "s32")
+                    before = (Int64(chunk) * (experts + HEADER) + expert) * 4
+                    place = ptx.load(args.places + Int64(i) * 4, "s32")
+                    place += ptx.load(args.chunk_first + before, "s32")
+                    to, row = _destination(memory, expert, place, args.rank, ranks, experts)
+                ptx.store(args.out_rank + Int64(i) * 4, to, "s32")
+                ptx.store(args.out_row + Int64(i) * 4, row, "s32")
             for d in cutlass.range(block, ranks, blocks):
                 _write_rows(memory, d, ranks, experts)
 
         @cute.jit
-        def launch(
-            plan: cute.Tensor,
-            ids: Int64,
-            places: Int64,
-            chunk_first: Int64,
-            entries: Int32,
-            out_rank: Int64,
-            out_row: Int64,
-            rank: Int32,
-            blocks: Int32,
-            stream: Any,
-        ) -> None:
-            kernel(plan, ids, places, chunk_first, entries, out_rank, out_row, rank).launch(
-                grid=[blocks, 1, 1], block=[_THREADS, 1, 1], use_pdl=True, stream=stream
+        def launch(plan: cute.Tensor, args: _Arguments, stream: Any) -> None:
+            kernel(plan, args).launch(
+                grid=[args.blocks, 1, 1], block=[_THREADS, 1, 1], use_pdl=True, stream=stream
             )
 
-        integers = (*[Int64(0)] * 3, Int32(0), *[Int64(0)] * 2, *[Int32(0)] * 2)
-        return launch, (kc.vector(Int32), *integers, kc.stream())
+        return launch, (kc.vector(Int32), kc.scalars(_Arguments), kc.stream())
+
+
+class _Arguments(NamedTuple):
+    """Addresses of int32 tensors, and sizes."""
+
+    ids: Int64
+    """Address of [s, K]; so is ``places``."""
+    places: Int64
+    chunk_first: Int64
+    """Address of ``first_CE``."""
+    entries: Int32
+    """s * K."""
+    out_rank: Int64
+    """Address of ``rank_sK``; the next is that of ``row_sK``."""
+    out_row: Int64
+    rank: Int32
+    blocks: Int32
+    """Of the launch."""
 
 
 def destinations(
@@ -108,14 +106,16 @@ def destinations(
     there = torch.empty(2, *ids.shape, dtype=torch.int32, device=ids.device)
     kc.compiled(DestinationsConfig(ranks, experts, ids.shape[1]))(
         plan.memory,
-        ids.data_ptr(),
-        places.data_ptr(),
-        first_CE.data_ptr(),
-        entries,
-        there[0].data_ptr(),
-        there[1].data_ptr(),
-        rank,
-        max(-(-entries // _THREADS), ranks),
+        _Arguments(
+            ids.data_ptr(),
+            places.data_ptr(),
+            first_CE.data_ptr(),
+            entries,
+            there[0].data_ptr(),
+            there[1].data_ptr(),
+            rank,
+            max(-(-entries // _THREADS), ranks),
+        ),
     )
     return there[0], there[1]
 
