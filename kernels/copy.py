@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, cute
@@ -50,7 +50,19 @@ def copy(
             f"a copy of {nbytes} bytes, {unroll} chunks at a time: give a multiple of {GRAIN} "
             f"bytes and one of {UNROLLS}"
         )
-    kernel_compile.compiled(Copy(unroll))(peers, *source, *target, nbytes, sms)
+    kernel_compile.compiled(Copy(unroll))(peers, _Arguments(*source, *target, nbytes, sms))
+
+
+class _Arguments(NamedTuple):
+    """Ranks of both ends and offsets in their allocations, and sizes."""
+
+    source_rank: Int32
+    source: Int64
+    target_rank: Int32
+    target: Int64
+    nbytes: Int64
+    sms: Int32
+    """Blocks of the launch."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +78,7 @@ class Copy:
         """See `compile.Config`."""
         return _launch, (
             kernel_compile.vector(Int64, align=8),
-            *(Int32(0), Int64(0)) * 2,
-            Int64(0),
-            Int32(0),
+            kernel_compile.scalars(_Arguments),
             self.unroll,
             kernel_compile.stream(),
         )
@@ -80,23 +90,15 @@ def configs() -> list[Copy]:
 
 
 @cute.kernel
-def _kernel(
-    peers: cute.Tensor,
-    source_rank: Int32,
-    source: Int64,
-    target_rank: Int32,
-    target: Int64,
-    nbytes: Int64,
-    sms: Int32,
-    unroll: cutlass.Constexpr[int],
-) -> None:
+def _kernel(peers: cute.Tensor, args: _Arguments, unroll: cutlass.Constexpr[int]) -> None:
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     step = THREADS * CHUNK
     start = Int64(thread) * CHUNK
-    load_from, store_to = peers[source_rank] + source + start, peers[target_rank] + target + start
-    tiles = Int32(nbytes // (step * unroll))
-    for tile in cutlass.range(block, tiles, sms, unroll=1):
+    load_from = peers[args.source_rank] + args.source + start
+    store_to = peers[args.target_rank] + args.target + start
+    tiles = Int32(args.nbytes // (step * unroll))
+    for tile in cutlass.range(block, tiles, args.sms, unroll=1):
         offset = Int64(tile) * (step * unroll)
         words = [ptx.load16(load_from + offset + i * step) for i in range(unroll)]
         for i in cutlass.range_constexpr(unroll):
@@ -106,16 +108,8 @@ def _kernel(
 
 @cute.jit
 def _launch(
-    peers: cute.Tensor,
-    source_rank: Int32,
-    source: Int64,
-    target_rank: Int32,
-    target: Int64,
-    nbytes: Int64,
-    sms: Int32,
-    unroll: cutlass.Constexpr[int],
-    stream: Any,
+    peers: cute.Tensor, args: _Arguments, unroll: cutlass.Constexpr[int], stream: Any
 ) -> None:
-    _kernel(peers, source_rank, source, target_rank, target, nbytes, sms, unroll).launch(
-        grid=[sms, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
+    _kernel(peers, args, unroll).launch(
+        grid=[args.sms, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
     )
