@@ -117,6 +117,13 @@ def biased_twice(value: Any, at: Settings) -> bool:
     return value is not None and at.moe_moonep_force_maxvio is not None
 
 
+def no_reuse(value: Any, at: Settings) -> bool:
+    """Set beside the symmetric backend, or where MoE layers run again in backward."""
+    selective = at.recompute_granularity == "selective" and "moe" in (at.recompute_modules or ())
+    again = at.recompute_granularity == "full" or selective or bool(at.moe_layer_recompute)
+    return bool(value) and (again or at.moe_moonep_backend == "symmetric")
+
+
 def ends_before_ours(seconds: float) -> Test:
     """For a limit of Megatron's in units of so many seconds."""
 

@@ -66,6 +66,9 @@ class MoonEPConfig:
     redispatch: bool = _option(
         False, "dispatch the input again in the backward pass instead of keeping a copy"
     )
+    reuse: bool = _option(
+        False, "keep duplicates of every layer until the weights change (collective backend)"
+    )
     max_tokens: int | None = _option(
         None, "most tokens of a rank in a microbatch (default: from Megatron's arguments)", type=int
     )

@@ -78,6 +78,8 @@ class MoonEPMoELayer(MoELayer):
         self.router_histogram: Tensor | None = None
         # The rows of the pass between dispatch and experts, for --moe-moonep-redispatch.
         self.dispatched_sH: Tensor | None = None
+        # This layer's own, for --moe-moonep-reuse.
+        self.kept_slots: SlotPool | None = None
         # Hashes of plans whose pass will be recomputed, in any order: how many of each.
         self.checkpointed_plans: Counter[int] = Counter()
         if self.moonep.force_maxvio is not None:
@@ -179,15 +181,22 @@ class MoonEPMoELayer(MoELayer):
         kept = route.receive_rows * rows.shape[1], route.source_row_N.numel() * fc1.shape[0]
         log_once(
             f"moonep: {count} duplicate slots a rank take "
-            f"{count * shape.weight_bytes / 2**20:.1f} MiB for weights and "
+            f"{count * shape.weight_bytes / 2**20:.1f} MiB for weights"
+            f"{', in every layer again (--moe-moonep-reuse),' if self.moonep.reuse else ''} and "
             f"{count * shape.grad_bytes / 2**20:.1f} MiB for gradients, shared by all layers; "
             f"a layer keeps {route.receive_rows} receive rows of {rows.shape[1]} and "
             f"{route.source_row_N.numel()} pre-activations of {fc1.shape[0]} for backward, "
             f"{sum(kept) * rows.itemsize / 2**20:.1f} MiB. Fewer --moe-moonep-slots take less "
             "memory and more rounds of weight transfers"
         )
-        make = self.token_dispatcher.backend.make_slots
-        return slot_pool(self.ep_group, count, shape, make)
+        backend = self.token_dispatcher.backend
+        shared = slot_pool(self.ep_group, count, shape, backend.make_slots)
+        if not self.moonep.reuse:
+            return shared
+        if self.kept_slots is None or self.kept_slots.grad1 is not shared.grad1:
+            self.kept_slots = shared.tagged()
+            backend.reuse_slots(self.kept_slots, self.home.version)
+        return self.kept_slots
 
 
 def _products_on_host(slots: SlotPool) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moonep_megatron.caps import SLACK_UNIT
+from moonep_megatron.reuse import Held
 from moonep_megatron.rules import PLANNERS, RULES, solve_within
 from moonep_megatron.transfers import Piece
 
@@ -34,7 +35,8 @@ class Plan:
     """[R] rows of each rank: M // R, plus one on the first M % R ranks; with slack about as many,
     see `moonep_megatron.caps`."""
     foreign_expert_Rn: Tensor
-    """[R, n] foreign experts of each rank, ascending, then -1 for empty."""
+    """[R, n] foreign experts of each rank, ascending, then -1 for empty; where slots held some, in
+    the order of their slots, also with -1 between."""
     group_expert_RG: Tensor
     """[R, 2n] expert of each row group: the home experts in home order, then the foreign ones."""
     group_start_RG1: Tensor
@@ -93,6 +95,7 @@ def make_plan(
     slots: int | None = None,
     slack: int = 0,
     home_order_Rn: Tensor | None = None,
+    held: Held | None = None,
 ) -> Plan:
     """Balance the routed rows over the ranks, exactly or within a slack.
 
@@ -104,6 +107,7 @@ def make_plan(
         slack: how far above an equal share a rank may be, in parts of ``caps.SLACK_UNIT``.
         home_order_Rn: integers [R, n], the home experts of each rank in the order of their row
             groups (default: descending ids, because weights lie last expert first).
+        held: what the slots of all ranks hold already, preferred where it costs nothing.
 
     The rules run on the host, so a call with counts on a GPU waits for them.
 
@@ -121,11 +125,16 @@ def make_plan(
         raise ValueError(f"slack {slack} is outside 0..{SLACK_UNIT}, parts of {SLACK_UNIT}")
     home_Rn = _home_order(home_order_Rn, ranks, homes)
     total_Rn = counts_RE.sum(0, dtype=torch.int64).view(ranks, homes)
-    rule, caps, parts = solve_within(total_Rn.tolist(), slack=slack, planner=planner, slots=slots)
+    rule, caps, parts = solve_within(
+        total_Rn.tolist(), slack=slack, planner=planner, slots=slots, held=held
+    )
     if max(caps) > INT32_MAX:
         raise ValueError(f"counts_RE gives a rank {max(caps)} rows: at most {INT32_MAX} fit int32")
 
     rows_RE, foreign_Rn = _lay_out(total_Rn, parts)
+    if held is not None:
+        placed = [held.placed(d, foreign) for d, foreign in enumerate(foreign_Rn.tolist())]
+        foreign_Rn = torch.tensor(placed)
     group_RG = torch.cat([home_Rn, foreign_Rn], 1)
     group_rows_RG = rows_RE.gather(1, group_RG.clamp(min=0)).masked_fill(group_RG < 0, 0)
     start_RG1 = torch.nn.functional.pad(group_rows_RG.cumsum(1), (1, 0))

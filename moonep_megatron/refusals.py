@@ -250,6 +250,13 @@ REFUSED: tuple[Refusal, ...] = (
         when="set together with `--moe-moonep-backend collective`",
         refused=conditions.without_symmetric,
     ),
+    Refusal(
+        "moe_moonep_reuse",
+        "only the collective backend keeps duplicates, and with them a layer that is recomputed "
+        "could be planned otherwise than in its first pass",
+        when="set together with `--moe-moonep-backend symmetric`, or MoE layers are recomputed",
+        refused=conditions.no_reuse,
+    ),
     *(
         Refusal(
             field,

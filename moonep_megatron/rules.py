@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from moonep_megatron.caps import caps as caps_of
+from moonep_megatron.reuse import Held
 from moonep_megatron.transfers import Loads, Piece, Transfer, cost, pieces, take
 from moonep_megatron.trees import trees
 
@@ -117,50 +118,64 @@ _RULES: dict[str, Rule] = {
     "trees": trees,
 }
 
-RULES = tuple(_RULES)
-"""All rules; a plan names its own by the place here."""
+PLANNERS = ("best", *_RULES)
 
-PLANNERS = ("best", *RULES)
+RULES = (*_RULES, "again")
+"""All rules; a plan names its own by the place here. `Held.again` is tried with every planner."""
 
 
 def solve(
-    homes: Loads, caps: Sequence[int], *, planner: str, slots: int
+    homes: Loads, caps: Sequence[int], *, planner: str, slots: int, held: Held | None = None
 ) -> tuple[str, list[Piece]]:
     """Run ``planner`` and return the name of the rule used with its pieces.
 
     Of all that its rules find it takes the lowest (waves, D, U), ties to the first: ``best`` asks
-    all ``RULES``, any other planner the one it names. Where that finds nothing (only ``chain`` and
+    all rules, any other planner the one it names. Where that finds nothing (only ``chain`` and
     ``trees`` can) ``pairs`` takes its place, and the name returned says so.
+
+    With slots that hold something, duplicates that need a push come before U in the price, and the
+    transfers of the plan before are one more candidate.
     """
-
-    def price(one: tuple[str, list[Piece]]) -> tuple[int, int, int]:
-        return cost(len(caps), one[1], slots)
-
     found = [
-        (name, pieces(homes, transfers))
-        for name in (RULES if planner == "best" else (planner,))
+        (name, transfers)
+        for name in (_RULES if planner == "best" else (planner,))
         for transfers in _RULES[name](homes, caps)
     ]
     if not found:
-        found.append(("pairs", pieces(homes, pairs(homes, caps))))
-    return min(found, key=price)
+        found.append(("pairs", pairs(homes, caps)))
+    again = None if held is None else held.again(homes, caps)
+    if again is not None:
+        found.append(("again", again))
+    cut = [(name, pieces(homes, transfers)) for name, transfers in found]
+    if held is not None:
+        cut += [(name, held.pieces(homes, transfers)) for name, transfers in found]
+    return min(cut, key=lambda one: _price(homes, one[1], slots, held))
+
+
+def _price(
+    homes: Loads, parts: Sequence[Piece], slots: int, held: Held | None
+) -> tuple[int, int, int, int]:
+    """(waves, D, duplicates to push, U)."""
+    waves, busiest, everything = cost(len(homes), parts, slots)
+    fresh = 0 if held is None else held.fresh(parts, len(homes[0]))
+    return waves, busiest, fresh, everything
 
 
 def solve_within(
-    homes: Loads, *, slack: int, planner: str, slots: int
+    homes: Loads, *, slack: int, planner: str, slots: int, held: Held | None = None
 ) -> tuple[str, list[int], list[Piece]]:
     """`solve` for the caps of a slack, and what the caps are.
 
-    With slack the exact caps are tried as well, and kept where they are cheaper in (waves, D, U):
-    a slack never costs.
+    With slack the exact caps are tried as well, and kept where they are cheaper: a slack never
+    costs.
     """
     loads = [sum(home) for home in homes]
     found = []
     for part in dict.fromkeys((slack, 0)):
         caps = caps_of(loads, part)
-        rule, parts = solve(homes, caps, planner=planner, slots=slots)
+        rule, parts = solve(homes, caps, planner=planner, slots=slots, held=held)
         found.append((rule, caps, parts))
-    return min(found, key=lambda one: cost(len(loads), one[2], slots))
+    return min(found, key=lambda one: _price(homes, one[2], slots, held))
 
 
 class _Flow:

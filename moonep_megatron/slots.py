@@ -1,13 +1,14 @@
 """The pool of duplicate slots: weights in, gradients out, shared by the layers of one group.
 
 Slots are scratch memory. They are never parameters, buffers or state-dict entries: a slot holds a
-copy only between the push of one wave and its last use in the same pass.
+copy only between the push of one wave and its last use in the same pass. Where copies are reused,
+every layer has slots of its own, and each slot a *tag* that says what it holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -47,13 +48,19 @@ class SlotShape:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotPool:
-    """B slots: ``fc1`` [B, out1, H] and ``fc2`` [B, H, F], with gradients of the same shapes."""
+    """B slots: ``fc1`` [B, out1, H] and ``fc2`` [B, H, F], with gradients of the same shapes.
+
+    ``tags``, where copies are reused: int64 [B, 2, 3] on the host, the (layer, expert, weight
+    version) whose FC1 and FC2 each slot holds, -1 for nothing. Written by the rank that holds the
+    slots, after the copy has arrived.
+    """
 
     count: int
     fc1: Tensor
     fc2: Tensor
     grad1: Tensor
     grad2: Tensor
+    tags: Tensor | None = None
 
     @staticmethod
     def empty(count: int, shape: SlotShape) -> SlotPool:
@@ -67,6 +74,13 @@ class SlotPool:
             grad1=grad(*shape.fc1),
             grad2=grad(*shape.fc2),
         )
+
+    def tagged(self) -> SlotPool:
+        """As many slots with weights and tags of their own, and these gradients."""
+        with torch.inference_mode(False):
+            fc1, fc2 = torch.empty_like(self.fc1), torch.empty_like(self.fc2)
+        tags = torch.full((self.count, 2, 3), -1, dtype=torch.int64)
+        return replace(self, fc1=fc1, fc2=fc2, tags=tags)
 
     def weights(self, projection: int) -> Tensor:
         """Slots of FC1 (0) or FC2 (1)."""

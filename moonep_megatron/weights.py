@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 # Expert linears whose forward we know to be a plain product with `weight`. Anything else (LoRA,
 # quantisers) may add to it, so bypassing it would silently change the model.
@@ -120,6 +121,31 @@ class Projection:
         return list(tensors[0].unbind(0)) if tensors[0].dim() == 3 else list(tensors)
 
 
+_changes = 0
+_counting = False
+
+
+def weights_changed() -> None:
+    """Say that weights may have changed in a way that nobody can see, as writes to ``.data`` do.
+
+    Only ``--moe-moonep-reuse`` needs to know; optimizer steps and loaded state dicts are seen.
+    """
+    global _changes
+    _changes += 1
+
+
+def _count_steps() -> None:
+    """From now on an optimizer step of any kind is a change of weights."""
+    global _counting
+    if not _counting:
+        register_optimizer_step_post_hook(_step_done)
+        _counting = True
+
+
+def _step_done(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    weights_changed()
+
+
 class HomeWeights:
     """The expert weights of one MoE layer on this rank.
 
@@ -138,6 +164,8 @@ class HomeWeights:
         self.fc2 = Projection(experts, "linear_fc2", count)
         self._order: list[int] | None = None
         self._seen: tuple[Any, ...] | None = None
+        self._version = 0
+        self._versioned: tuple[Any, ...] = ()
         self._stretches: list[tuple[int, int]] = []
         # Weights on the meta device have no memory yet; the first forward points them.
         if not any(p.is_meta for p in self.parameters):
@@ -174,6 +202,24 @@ class HomeWeights:
             self._seen = self._addresses()
         assert self._order is not None
         return self._order
+
+    def version(self) -> int:
+        """A number that is another one whenever the weights may have changed since the last call.
+
+        Seen are steps of any torch optimizer in this process, in-place changes of the parameters
+        (loading a state dict is one) and parameters that moved. What writes through ``.data`` or a
+        view outside an optimizer step must say so: see `weights_changed`.
+        """
+        _count_steps()
+        seen = (
+            _changes,
+            *((p.data_ptr(), None if p.is_inference() else p._version) for p in self.parameters),
+        )
+        # Nobody counts changes of an inference tensor.
+        if seen != self._versioned or any(p.is_inference() for p in self.parameters):
+            self._versioned = seen
+            self._version += 1
+        return self._version
 
     def replay_pre_hooks(self) -> None:
         """Run DDP's parameter all-gather hooks, which fire on modules that we do not call.

@@ -233,6 +233,15 @@ def test_flags_without_effect_are_said():
     assert others == []
 
 
+def test_reuse_needs_the_collective_backend():
+    for failure in _on(2, {}, failures=True, reuse=True):
+        assert failure.kind == "ValueError"
+        assert "--moe-moonep-reuse is not possible" in failure.message
+        assert "--moe-moonep-backend collective" in failure.message
+    for name, _, _ in _on(2, {}, reuse=True, backend="collective"):
+        assert name == "CollectiveBackend"
+
+
 def test_redispatch_needs_the_symmetric_backend():
     for failure in _on(2, {"cuda": {0: False}}, failures=True, redispatch=True):
         assert failure.kind == "ValueError"

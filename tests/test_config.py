@@ -81,6 +81,7 @@ def test_every_field_is_a_flag():
         log_maxvio=True,
         force_maxvio=3.5,
         redispatch=True,
+        reuse=True,
         max_tokens=4096,
         timeout=60.0,
         check_plan=True,

@@ -19,6 +19,7 @@ NO_FEATURE = {
     "moe_moonep_slots",
     "moe_moonep_check_plan",
     "moe_moonep_redispatch",
+    "moe_moonep_reuse",
     "moe_router_force_biased",
     "activation_func_clamp_value",
     "enable_autocast",

@@ -135,6 +135,15 @@ REFUSED_CASES = {
     "moe_moonep_redispatch": [
         {"moe_moonep_redispatch": True, "moe_moonep_backend": "collective"}
     ],
+    "moe_moonep_reuse": [
+        {"moe_moonep_reuse": True, "moe_moonep_backend": "symmetric"},
+        {"moe_moonep_reuse": True, "recompute_granularity": "full"},
+        {
+            "moe_moonep_reuse": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn", "moe"],
+        },
+    ],
     "distributed_timeout_minutes": [
         {"distributed_timeout_minutes": 5},
         {"distributed_timeout_minutes": 10, "moe_moonep_timeout": 3600.0},
@@ -172,6 +181,7 @@ ACCEPTED = [
     {"distributed_timeout_minutes": 1, "moe_moonep_backend": "collective"},
     {"distributed_timeout_minutes": 1, "moe_moonep_timeout": 59.5},
     {"moe_moonep_redispatch": True},
+    {"moe_moonep_reuse": True, "recompute_granularity": "selective", "recompute_modules": []},
     {"moe_moonep_redispatch": True, "moe_moonep_backend": "symmetric"},
     {"moe_dispatch_fwd_dtype": "bf16"},
     {"cuda_graph_impl": "none", "transformer_impl": "local"},
@@ -297,6 +307,7 @@ NOT_EVERYWHERE = {
     "use_layer_wise_distributed_optimizer",
     "moe_moonep_slots",
     "moe_moonep_redispatch",
+    "moe_moonep_reuse",
     "moe_moonep_check_plan",
 }
 

@@ -44,6 +44,11 @@ def make_backend(
         reason = why_not_symmetric(
             group, num_experts, topk=topk, hidden=hidden, ffn=ffn, dtype=dtype
         )
+        if reason is None and config.reuse:
+            raise ValueError(
+                "--moe-moonep-reuse is not possible with the symmetric backend, which --moe-moonep-"
+                "backend auto takes here. Leave it out, or use --moe-moonep-backend collective"
+            )
         if reason is None:
             return _symmetric(config, group, num_experts)
     if config.backend == "symmetric":

@@ -9,7 +9,7 @@ rows: R*S for R <= K, else N.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -192,6 +192,15 @@ class Backend(ABC):
     def make_slots(self, count: int, shape: SlotShape) -> SlotPool:
         """B slots in memory that `push_weights` and `pull_gradients` reach. Collective."""
         return SlotPool.empty(count, shape)
+
+    def reuse_slots(self, slots: SlotPool, version: Callable[[], int]) -> None:
+        """From now on push only what a layer's own slots do not hold.
+
+        Args:
+            slots: of this layer alone, with tags; given to every `push_weights`.
+            version: of this rank's home weights; another one whenever they may have changed.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def push_weights(

@@ -7,7 +7,7 @@ layer on GPUs. Rows cross once a token and rank; only real rows travel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -15,10 +15,10 @@ from typing import override
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from moonep_megatron.backends import faults
+from moonep_megatron.backends.bags import bags, sum_bags
 from moonep_megatron.backends.base import (
     Backend,
     Choices,
@@ -28,6 +28,7 @@ from moonep_megatron.backends.base import (
     receive_rows,
     row_counts,
 )
+from moonep_megatron.backends.residents import Residents
 from moonep_megatron.plan import Plan, destinations, make_plan
 from moonep_megatron.slots import SlotPool
 
@@ -100,12 +101,22 @@ class CollectiveBackend(Backend):
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        nccl = dist.get_backend(group) == "nccl"
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        )
         self.num_experts = num_experts
         self.slots = slots
         self.planner = planner
         self.slack = slack
         self.max_tokens = max_tokens
         self.check_plan = check_plan
+        self.residents: Residents | None = None
+
+    @override
+    def reuse_slots(self, slots: SlotPool, version: Callable[[], int]) -> None:
+        homes = self.num_experts // self.size
+        self.residents = Residents(slots, version, homes, self._gather_numbers)
 
     @override
     def publish_home_order(self, order_n: Tensor) -> Tensor:
@@ -116,13 +127,17 @@ class CollectiveBackend(Backend):
         ids_sK = choices.ids_sK.long()
         excess = ids_sK.new_zeros(()) if choices.excess is None else choices.excess
         counts_RE = self._exchange_counts(ids_sK, excess)
+        residents = self.residents
         plan = make_plan(
             counts_RE,
             planner=self.planner,
             slots=self.slots,
             slack=self.slack,
             home_order_Rn=home_order_Rn.cpu(),
+            held=residents.held(self.layer) if residents else None,
         )
+        if residents:
+            residents.planned(plan)
         if self.check_plan:
             compare_plans(self.group, plan)
         return self._route(plan, counts_RE, ids_sK)
@@ -150,7 +165,7 @@ class CollectiveBackend(Backend):
     @override
     def presum(self, route: Route, rows_NH: Tensor, d_probs_N: Tensor | None = None) -> Tensor:
         assert isinstance(route, CollectiveRoute)
-        return _sum_bags(rows_NH, route.presum_order_C, route.presum_starts_M)
+        return sum_bags(rows_NH, route.presum_order_C, route.presum_starts_M)
 
     @override
     def gather(
@@ -160,7 +175,7 @@ class CollectiveBackend(Backend):
         returned_UH = self._all_to_all(
             sums_MH.index_select(0, route.received_row_V), route.received_rows, route.sent_rows
         )
-        x_sH = _sum_bags(returned_UH, route.gather_order_U, route.gather_starts_s)
+        x_sH = sum_bags(returned_UH, route.gather_order_U, route.gather_starts_s)
         if d_probs_N is None:
             return x_sH, None
         returned_A = self._all_to_all(
@@ -182,17 +197,29 @@ class CollectiveBackend(Backend):
         *,
         backward: bool = False,
     ) -> None:
+        residents = self.residents
+        tags = residents.look(self.layer) if residents else None
+        n = self.num_experts // self.size
         for projection, weights_n in weights.items():
             slots_Boi = slots.weights(projection)
             # Straight from parameter to slot: a hot expert's home would have to stage R - 1 copies.
-            transfers = []
+            transfers, filled = [], []
             for holder in range(self.size):
                 for slot, expert, home in self._copies(route, holder, wave):
+                    if tags and tags.has(holder, slot, projection, home * n + expert):
+                        continue
                     if home == self.rank:
                         transfers.append(self._send(weights_n[expert], holder, slot))
                     elif holder == self.rank:
                         transfers.append(self._receive(slots_Boi[slot], home, slot))
+                        filled.append((slot, home * n + expert))
+            if residents and tags:
+                for slot, _ in filled:
+                    residents.clear(slot, projection)
             _finish(transfers)
+            if residents and tags:
+                for slot, expert in filled:
+                    residents.mark(slot, projection, tags.wanted(expert))
 
     @override
     def pull_gradients(
@@ -277,8 +304,8 @@ class CollectiveBackend(Backend):
         ).unbind(1)
         source_row_N = torch.zeros(grouped, dtype=torch.int32, device=ids_sK.device)
         carried = torch.sort(carries_C, descending=True, stable=True).indices[: sum(received_rows)]
-        presum_order, presum_starts = _bags(receive_C, received)
-        gather_order, gather_starts = _bags(token_U, tokens)
+        presum_order, presum_starts = bags(receive_C, received)
+        gather_order, gather_starts = bags(token_U, tokens)
         return CollectiveRoute(
             plan=plan,
             counts_RE=counts_RE,
@@ -328,6 +355,10 @@ class CollectiveBackend(Backend):
     def _receive(self, tensor: Tensor, source: int, slot: int) -> dist.P2POp:
         return dist.P2POp(dist.irecv, tensor, group=self.group, tag=slot, group_peer=source)
 
+    def _gather_numbers(self, x: Tensor) -> Tensor:
+        """[R, *x.shape] on the host, of integers on the host."""
+        return self._all_gather(x.to(self.device)).cpu()
+
     def _all_gather(self, x: Tensor) -> Tensor:
         """[R, *x.shape], stacked by rank."""
         if self.size == 1:
@@ -366,19 +397,3 @@ def _by_rank(rank_sK: Tensor, count: int) -> Tensor:
     """
     order = torch.sort(rank_sK.reshape(-1), stable=True).indices
     return order[order.numel() - count :]
-
-
-def _bags(bag: Tensor, bags: int) -> tuple[Tensor, Tensor]:
-    """Positions by bag, in their own order within one, and where each bag begins."""
-    ordered, order = torch.sort(bag, stable=True)
-    return order, torch.searchsorted(ordered, torch.arange(bags, device=bag.device))
-
-
-def _sum_bags(rows: Tensor, order: Tensor, starts: Tensor) -> Tensor:
-    """Sum ``rows[order]`` between consecutive starts, left to right, in fp32 (fp64 for fp64).
-
-    embedding_bag accumulates wide, rounds once and uses no atomics in forward.
-    """
-    if not (starts.numel() and order.numel()):
-        return rows.new_zeros(starts.numel(), rows.shape[1])
-    return F.embedding_bag(order, rows, starts, mode="sum")
