@@ -1,12 +1,15 @@
 """The table of features: its tests and refusals exist, and the README shows it."""
 
+import argparse
 import ast
 from functools import cache
 from pathlib import Path
 
 import pytest
+from megatron.training.arguments import add_megatron_arguments
 
 from moonep_megatron import features
+from moonep_megatron.config import add_arguments
 from moonep_megatron.features import FEATURES
 from moonep_megatron.refusals import REFUSED
 
@@ -54,6 +57,16 @@ def test_every_refusal_belongs_to_a_feature():
     assert set(rows) | NO_FEATURE == REFUSED_FIELDS
     assert not set(rows) & NO_FEATURE
     assert len({feature.name for feature in FEATURES}) == len(FEATURES)
+
+
+def test_flags_exist():
+    """Of the reference version of Megatron, or ours."""
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    flags = {option for action in parser._actions for option in action.option_strings}
+    words = {word.strip(",") for feature in FEATURES for word in feature.setting.split()}
+    # Newer than the reference version.
+    newer = {"--moe-dispatch-fwd-dtype", "--moe-combine-bwd-dtype"}
+    assert {word for word in words if word.startswith("--")} - flags <= newer
 
 
 def test_readme_shows_the_table():
