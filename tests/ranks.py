@@ -10,6 +10,7 @@ import logging
 import multiprocessing as mp
 import os
 import pickle
+import queue
 import signal
 import socket
 import tempfile
@@ -146,6 +147,13 @@ def _like_torchrun(rank: int, world: int, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
+def _save_without_a_server() -> None:
+    """Megatron's checkpoints start a Python on every rank for a queue that only threads use."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
+
+
 def _rank_main(
     pipe: Connection,
     join: Callable[[], None],
@@ -156,6 +164,7 @@ def _rank_main(
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setsid()
     try:
+        _save_without_a_server()
         join()
         answer = function(*args)
     except BaseException as error:
