@@ -7,6 +7,7 @@ import logging
 import sys
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from moonep_megatron import config as moonep
@@ -95,11 +96,33 @@ def _checked(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         if getattr(self, _FIELD) != NAME:
             return post_init(self)
         # Megatron grants some settings to alltoall by name, and we support those.
-        with moonep.presented_as(self, "alltoall"):
+        with moonep.presented_as(self, "alltoall"), _static_shapes(self):
             post_init(self)
         moonep.check(self, moonep.active())
 
     return wrapped
+
+
+@contextmanager
+def _static_shapes(config: Any) -> Iterator[None]:
+    """Let a CUDA graph hold `moe`, which Megatron grants to experts padded to a capacity only.
+
+    That gives them shapes that do not depend on the routing; ours never do.
+    """
+    asked = config.cuda_graph_scope or config.cuda_graph_modules
+    asked = asked.split(",") if isinstance(asked, str) else asked
+    modules = asked if isinstance(asked, list | tuple) else [asked]
+    held = "moe" in {getattr(module, "name", module) for module in modules}
+    if not held or config.moe_expert_capacity_factor is not None:
+        yield
+        return
+    padded = config.moe_pad_expert_input_to_capacity
+    config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = 1.0, True
+    try:
+        yield
+    finally:
+        config.moe_expert_capacity_factor = None
+        config.moe_pad_expert_input_to_capacity = padded
 
 
 def _add_flags() -> None:

@@ -291,8 +291,8 @@ FEATURES: tuple[Feature, ...] = (
         "overlap_moe_expert_parallel_comm",
     ),
     _yes(
-        "CUDA graphs of whole layers (symmetric backend)",
-        "--cuda-graph-impl local, transformer_engine",
+        "CUDA graphs of whole layers, or of `moe` (symmetric backend)",
+        "--cuda-graph-impl local, transformer_engine --cuda-graph-modules moe",
         "gpu/test_features.py::test_graphs_of_layers",
     ),
     _yes(

@@ -213,7 +213,7 @@ REFUSED: tuple[Refusal, ...] = (
         "cuda_graph_impl",
         "the collective backend asks the host for sizes, which a graph cannot",
         when="the backend is `collective` and a graph holds the dispatch: `full_iteration`, whole "
-        "layers, or `local` with `attn`",
+        "layers, `moe`, or `local` with `attn`",
         refused=conditions.sizes_asked_in_graph,
         remedy="leave it out, or capture --cuda-graph-modules moe_router moe_preprocess only",
     ),

@@ -144,6 +144,8 @@ def _enabled_after_specifications_are_imported():
 
 
 def _configurations_are_checked_when_they_are_built():
+    from megatron.core.transformer.enums import CudaGraphModule
+
     import moonep_megatron
 
     config(expert_tensor_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True)
@@ -152,6 +154,16 @@ def _configurations_are_checked_when_they_are_built():
     assert made.moe_token_dispatcher_type == "moonep"
     # What Megatron grants to alltoall by name is granted …
     config(moe_shared_expert_overlap=True, moe_shared_expert_intermediate_size=16)
+    # … and so are graphs over the experts, which it grants to none without a capacity …
+    for modules in (["attn", "moe"], "attn,moe", [CudaGraphModule.moe]):
+        graphed = dict(cuda_graph_impl="transformer_engine", cuda_graph_modules=modules)
+        held = config(**graphed)
+        assert CudaGraphModule.moe in held.cuda_graph_modules
+        assert held.moe_expert_capacity_factor is None
+        assert held.moe_pad_expert_input_to_capacity is False
+        raises(AssertionError, "drop-padding", config, "alltoall", **graphed)
+        padded = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+        raises(ValueError, "--moe-expert-capacity-factor", config, **graphed, **padded)
     # … what we do not support of it is refused by us …
     raises(ValueError, "--moe-expert-capacity-factor", config, moe_expert_capacity_factor=1.0)
     # … what it refuses for alltoall, by Megatron.

@@ -58,6 +58,7 @@ GRAPHS: list[tuple[str, list[str], dict[str, Any]]] = [
     ("local", [], SHARED | {"moe_shared_expert_overlap": True}),
     ("transformer_engine", [], {}),
     ("transformer_engine", [], {"gradient_accumulation_fusion": True}),
+    ("transformer_engine", ["moe"], {}),
     ("transformer_engine", ["attn", "moe_router"], SHARED),
     ("transformer_engine", ["attn", "moe_router", "moe_preprocess"], SHARED),
 ]
