@@ -3,6 +3,7 @@
     python scripts/simulate.py --data DIR --ranks 8,16,32,64 --json quality.json --png quality.png
     python scripts/simulate.py --synthetic zipf,dirichlet --experts 256,896 --ranks 64,128
     python scripts/simulate.py --data DIR --slack 0,0.005,0.01,0.02,0.05
+    python scripts/simulate.py --data DIR --reuse --microbatches 4
 
 Every layer is planned on every number of ranks and compared with the pairs rule and with lower
 bounds that hold for any exactly balanced plan. DIR (or one file) holds ``.npy``, expert ids [layer,
@@ -15,6 +16,7 @@ busiest rank is above that of the pairs rule.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +26,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
-from simulation import report
+from simulation import report, reuse
 from simulation.data import DataError, DataSet, read, together
 from simulation.quality import judge
 from simulation.synthetic import KINDS, Synthetic
@@ -63,6 +65,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--slack", type=_slacks, default=[0], help="--moe-moonep-slack, one or several (default 0)"
     )
+    parser.add_argument("--reuse", action="store_true", help="what --moe-moonep-reuse saves")
+    parser.add_argument(
+        "--microbatches", type=_positive(int), default=1, help="of --reuse: cut files with ids so"
+    )
+    parser.add_argument(
+        "--slots", type=_positive(int), help="of --reuse: --moe-moonep-slots (default: E/R)"
+    )
     model = parser.add_argument_group("cost model")
     for name, kind, text in (
         ("width", int, "H, row width"),
@@ -83,6 +92,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.data is None and not args.synthetic:
         parser.error("give --data or --synthetic")
+    if args.reuse and args.data is None:
+        parser.error("--reuse needs --data")
     if max(args.ranks) > MOST_RANKS:
         parser.error(f"--ranks {max(args.ranks)}: at most {MOST_RANKS}")
     return args
@@ -178,13 +189,36 @@ def simulate(args: argparse.Namespace, console: Console) -> list[Row]:
     return rows
 
 
+def simulate_reuse(args: argparse.Namespace) -> list[Row]:
+    """A row for every layer of every step of several microbatches, R and slack."""
+    single = args.experts[0] if args.experts and len(args.experts) == 1 else None
+    rows: list[Row] = []
+    for name, sets in reuse.steps(read(args.data, single, args.microbatches)):
+        shapes = {one.total_LE.shape for one in sets}
+        if len(shapes) > 1:
+            raise DataError(f"{name}: the shapes of its microbatches differ: {sorted(shapes)}")
+        total_LmE = np.stack([one.total_LE for one in sets], axis=1)
+        for ranks, slack in itertools.product(args.ranks, args.slack):
+            if sets[0].experts % ranks:
+                raise DataError(f"{name} has {sets[0].experts} experts, no multiple of {ranks}")
+            homes = sets[0].experts // ranks
+            slots = min(args.slots or homes, homes)
+            for layer, total_mE in enumerate(total_LmE):
+                row = reuse.judge_reuse(total_mE, ranks, args.planner, slack, slots)
+                rows.append({"data": name, "layer": layer, "microbatches": len(sets), **row})
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:
-        rows = simulate(args, console)
+        rows = simulate_reuse(args) if args.reuse else simulate(args, console)
         if args.json:
             args.json.write_text(json.dumps(rows) + "\n")
+        if args.reuse:
+            reuse.table(rows, console)
+            return 0
         if args.png:
             report.draw(rows, args.planner, args.png)
     except (DataError, OSError) as error:

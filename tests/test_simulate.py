@@ -162,6 +162,46 @@ def test_synthetic_routing_comes_from_its_seed(tmp_path: Path) -> None:
     assert likeness[0] > 0.5 > abs(likeness[1])
 
 
+def test_reuse_over_the_microbatches_of_a_step(tmp_path: Path) -> None:
+    """The same tokens again need no push; other ones only what the slots do not hold."""
+    part = np.random.default_rng(3).choice(16, (2, 200, 4), p=np.arange(16) / 120)
+    ids = np.concatenate([part, part, part], axis=1)
+    path = write(tmp_path / "ids.npy", ids)
+    rows = run(tmp_path, "--reuse", "--microbatches", 3, "--ranks", "2,4", data=path)
+    assert [(row["layer"], row["ranks"]) for row in rows] == [(0, 2), (1, 2), (0, 4), (1, 4)]
+    for row in rows:
+        counts = torch.zeros(row["ranks"], 16, dtype=torch.int64)
+        counts[0] = torch.from_numpy(np.bincount(part[row["layer"]].ravel(), minlength=16))
+        plan = make_plan(counts)
+        assert row["kept_duplicates"] == row["preferred_duplicates"] == 3 * plan.duplicates
+        assert row["kept_pushed"] == row["preferred_pushed"] == plan.duplicates > 0
+    # recorded by microbatch, one of them without a second
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, rows_of in (("0_microbatch_0", [9, 1]), ("0_microbatch_1", [1, 9]), ("1", [4, 4])):
+        write(data / f"step_{name}.json", {"logical_count": [rows_of]})
+    (row,) = run(tmp_path, "--reuse", "--ranks", 2, "--slack", 0.1, data=data)
+    # expert 0 goes to rank 1, then expert 1 to rank 0: nothing can be kept
+    assert (row["data"], row["kept_pushed"], row["preferred_pushed"]) == ("step_0", 2, 2)
+
+
+def test_reuse_of_fewer_slots(tmp_path: Path) -> None:
+    """What goes through one slot in several waves is there neither in backward nor later."""
+    path = write(tmp_path / "ids.npy", np.repeat(np.arange(8), 25)[None, :, None] % 4)
+    rows = []
+    for slots in (4, 1):
+        flags = ["--microbatches", 1, "--experts", 8, "--ranks", 2, "--slots", slots]
+        data = tmp_path / f"data{slots}"
+        data.mkdir()
+        for microbatch in range(2):
+            counts = read(path, 8)[0].total_LE.tolist()
+            write(data / f"step_0_microbatch_{microbatch}.json", {"logical_count": counts})
+        rows += run(tmp_path, "--reuse", *flags, data=data)
+    assert [row["slots"] for row in rows] == [4, 1]
+    assert rows[0]["preferred_pushed"] == rows[0]["preferred_duplicates"] / 2
+    assert rows[1]["preferred_pushed"] == 2 * rows[1]["preferred_duplicates"] > 4
+
+
 # Refused ----------------------------------------------------------------------------------------
 
 
@@ -214,6 +254,7 @@ def test_bad_files(
             ["--synthetic", "zipf", "--slack", "0,2"],
             "--slack: '0,2' is no list of slacks: slack 2.0",
         ),
+        (["--synthetic", "zipf", "--reuse"], "--reuse needs --data"),
         (["--synthetic", "zipf", "--slack", "1%"], "--slack: '1%' is no list of slacks"),
         (["--synthetic", "zipf", "--tflops", "nan"], "--tflops: nan is not above 0"),
     ],
@@ -224,7 +265,15 @@ def test_bad_flags(capsys: pytest.CaptureFixture[str], flags: list[str], message
     assert message in capsys.readouterr().err
 
 
-def test_missing_folder_and_uneven_synthetic_experts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_folder_and_what_does_not_divide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "ids.npy", np.zeros((1, 3, 2), dtype=int))
+    flags = ["--data", str(path), "--experts", "2", "--ranks", "2", "--reuse"]
+    assert simulate.main(flags) == 2
+    assert "--reuse: no step has several microbatches" in capsys.readouterr().err
+    assert simulate.main([*flags, "--microbatches", "4"]) == 2
+    assert "ids.npy: 3 tokens are no 4 microbatches" in capsys.readouterr().err
     assert simulate.main(["--data", "/nowhere"]) == 2
     assert "/nowhere: neither a folder nor" in capsys.readouterr().err
     assert simulate.main(["--synthetic", "zipf", "--experts", "100", "--ranks", "64"]) == 2

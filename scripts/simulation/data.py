@@ -32,7 +32,7 @@ class DataSet:
         return self.total_LE.shape[1]
 
 
-def read(path: Path, experts: int | None = None) -> list[DataSet]:
+def read(path: Path, experts: int | None = None, microbatches: int = 1) -> list[DataSet]:
     """The data sets of one file, or of all files of a folder by name.
 
     - ``.npy``, integers [layer, token, choice]: expert ids, -1 for none;
@@ -45,6 +45,7 @@ def read(path: Path, experts: int | None = None) -> list[DataSet]:
     Args:
         path: the file or folder.
         experts: E of files with ids; default: their largest id + 1.
+        microbatches: files with ids are cut into so many, a data set each.
 
     Raises:
         DataError: nothing to read, or a file that holds no routing.
@@ -58,7 +59,8 @@ def read(path: Path, experts: int | None = None) -> list[DataSet]:
         files, traces = ([], [path]) if path.suffix == ".jsonl" else ([path], [])
     else:
         raise DataError(f"{path}: neither a folder nor a .npy, .json or .jsonl file")
-    return [_read_file(one, experts) for one in files] + _read_traces(traces, experts)
+    sets = [one for file in files for one in _read_file(file, experts, microbatches)]
+    return sets + _read_traces(traces, experts)
 
 
 def together(sets: Sequence[DataSet], names: Sequence[str]) -> DataSet:
@@ -85,17 +87,23 @@ def _read_traces(paths: Sequence[Path], experts: int | None) -> list[DataSet]:
         raise DataError(f"{error.filename}: {error.strerror or error}") from error
 
 
-def _read_file(path: Path, experts: int | None) -> DataSet:
+def _read_file(path: Path, experts: int | None, microbatches: int) -> list[DataSet]:
     try:
         if path.stat().st_size == 0:
             raise DataError(f"{path}: the file is empty")
-        read_one = _from_array if path.suffix == ".npy" else _from_json
-        return DataSet(path.name, read_one(path, experts))
+        if path.suffix == ".json":
+            return [DataSet(path.name, _from_json(path))]
+        parts = _from_array(path, experts, microbatches)
+        cut = len(parts) > 1
+        return [
+            DataSet(path.name + f" microbatch {number}" * cut, part)
+            for number, part in enumerate(parts)
+        ]
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
 
 
-def _from_array(path: Path, experts: int | None) -> np.ndarray:
+def _from_array(path: Path, experts: int | None, microbatches: int) -> list[np.ndarray]:
     try:
         array = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -107,19 +115,25 @@ def _from_array(path: Path, experts: int | None) -> np.ndarray:
             "or counts [layer, expert]"
         )
     if array.ndim == 2:
-        return _checked(array, f"{path}: counts")
+        return [_checked(array, f"{path}: counts")]
     if array.dtype.kind not in "iu":
         raise DataError(f"{path}: ids have dtype {array.dtype}: give integers")
     low, high = int(array.min()), int(array.max())
     experts = high + 1 if experts is None else experts
     if low < -1 or high >= experts or experts < 1:
         raise DataError(f"{path}: ids hold {low}..{high}: give 0..{experts - 1}, or -1 for none")
+    if microbatches > array.shape[1]:
+        raise DataError(f"{path}: {array.shape[1]} tokens are no {microbatches} microbatches")
+    return [_count(part, experts) for part in np.array_split(array, microbatches, axis=1)]
+
+
+def _count(ids_LTK: np.ndarray, experts: int) -> np.ndarray:
     # -1 is counted in front and dropped
-    flat = array.reshape(len(array), -1).astype(np.int64) + 1
+    flat = ids_LTK.reshape(len(ids_LTK), -1).astype(np.int64) + 1
     return np.stack([np.bincount(layer, minlength=experts + 1)[1:] for layer in flat])
 
 
-def _from_json(path: Path, _: int | None) -> np.ndarray:
+def _from_json(path: Path) -> np.ndarray:
     try:
         content = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
