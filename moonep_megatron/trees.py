@@ -82,28 +82,16 @@ def trees(homes: Loads, caps: Sequence[int], limits: int = LIMITS) -> list[list[
         caps: rows that every rank must compute.
         limits: how many are tried, from the least possible one on.
     """
-    surplus = [sum(home) - cap for home, cap in zip(homes, caps, strict=True)]
-    order = sorted(range(len(caps)), key=surplus.__getitem__)
-    prefix = [list(accumulate(sorted(homes[d], reverse=True), initial=0)) for d in order]
-    surplus, cap = [surplus[d] for d in order], max(caps)
-    least = least_limit(prefix, surplus, cap)
-    for limit in range(least, least + limits):
-        ranks = _Ranks(prefix, surplus, cap, limit)
-        found = [tree for key in KEYS if (tree := _grow(ranks, key)) is not None]
+    order, ranks = by_room(homes, caps)
+    for more in range(limits):
+        given = ranks._replace(limit=ranks.limit + more)
+        found = [tree for key in KEYS if (tree := grow(given, key)) is not None]
         if found:
             return [[Transfer(order[a], order[b], rows) for a, b, rows in tree] for tree in found]
     return []
 
 
-def least_limit(prefix: Sequence[Sequence[int]], surplus: Sequence[int], cap: int) -> int:
-    """The most experts that some rank must send, as its largest ones and in parts of a cap."""
-    return max(
-        max(bisect_left(sums, rows), -(-rows // cap)) if rows > 0 else 0
-        for sums, rows in zip(prefix, surplus, strict=True)
-    )
-
-
-class _Ranks(NamedTuple):
+class Ranks(NamedTuple):
     """All ranks by falling room."""
 
     prefix: Sequence[Sequence[int]]
@@ -117,6 +105,20 @@ class _Ranks(NamedTuple):
         """Rows of the largest experts that one rank may send."""
         sums = self.prefix[place]
         return sums[min(self.limit, len(sums) - 1)]
+
+
+def by_room(homes: Loads, caps: Sequence[int]) -> tuple[list[int], Ranks]:
+    """The ranks' order, and what is known of them, at the least possible limit."""
+    surplus = [sum(home) - cap for home, cap in zip(homes, caps, strict=True)]
+    order = sorted(range(len(caps)), key=surplus.__getitem__)
+    prefix = [list(accumulate(sorted(homes[d], reverse=True), initial=0)) for d in order]
+    surplus, cap = [surplus[d] for d in order], max(caps)
+    # Some rank sends its largest experts, none more than a cap at once.
+    least = max(
+        max(bisect_left(sums, rows), -(-rows // cap)) if rows > 0 else 0
+        for sums, rows in zip(prefix, surplus, strict=True)
+    )
+    return order, Ranks(prefix, surplus, cap, least)
 
 
 class _Giver:
@@ -152,7 +154,7 @@ class _Giver:
         self.budget -= experts
 
 
-def _grow(ranks: _Ranks, key: Key) -> list[Transfer] | None:
+def grow(ranks: Ranks, key: Key) -> list[Transfer] | None:
     """Serve the ranks step by step, each the allowed one that ``key`` puts first.
 
     The transfers are between places.
@@ -185,7 +187,7 @@ def _grow(ranks: _Ranks, key: Key) -> list[Transfer] | None:
 
 
 def _passes(
-    ranks: _Ranks, passable: Sequence[int], giver: _Giver, left: Sequence[int]
+    ranks: Ranks, passable: Sequence[int], giver: _Giver, left: Sequence[int]
 ) -> list[Step]:
     # What a rank can give away it has, so nobody is given more than a cap. The giver's own budget
     # is enough: it was looked at when the flow came in, and at every fill.
@@ -199,7 +201,7 @@ def _passes(
     return steps
 
 
-def _fills(ranks: _Ranks, giver: _Giver, left: Sequence[int]) -> list[Step]:
+def _fills(ranks: Ranks, giver: _Giver, left: Sequence[int]) -> list[Step]:
     steps = []
     for d in left:
         room = -ranks.surplus[d]
@@ -211,7 +213,7 @@ def _fills(ranks: _Ranks, giver: _Giver, left: Sequence[int]) -> list[Step]:
     return steps
 
 
-def _relays(ranks: _Ranks, giver: _Giver, left: Sequence[int]) -> list[Step]:
+def _relays(ranks: Ranks, giver: _Giver, left: Sequence[int]) -> list[Step]:
     """For every first rank the roomiest second one that it can fill."""
     rooms = [ranks.surplus[d] for d in left]  # ascending: minus the room
     steps = []

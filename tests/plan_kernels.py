@@ -3,10 +3,15 @@
 ``k`` is the package of the kernels, or its emulated twin; everything else is the plain definition.
 """
 
+from itertools import batched
+
 import torch
 from routings import random_ids
 
+from moonep_megatron.caps import caps
 from moonep_megatron.plan import destinations, make_plan
+from moonep_megatron.transfers import Transfer, pieces
+from moonep_megatron.trees import KEYS, LIMITS, by_room, grow
 
 FIELDS = ("cap_R", "foreign_expert_Rn", "group_expert_RG", "group_start_RG1", "rows_RE")
 
@@ -121,6 +126,33 @@ def check_plan(
     expected = make_plan(counts_RE, planner=planner, slots=slots, slack=slack, home_order_Rn=order)
     compare_plans(k, got, expected, FIELDS[:-1])
     return got, expected
+
+
+def check_trees(k, device, counts_RE, planners=None):
+    """Every tree, whether it is the best or not: whether it exists, and which experts move."""
+    ranks, experts = counts_RE.shape
+    own = counts_RE.sum(0).view(ranks, -1).tolist()
+    order, known = by_room(own, caps([sum(home) for home in own]))
+    planners = {} if planners is None else planners
+    check_plan(k, device, counts_RE, "trees", planners=planners)
+    (planner,) = planners.values()
+    count = len(KEYS) * LIMITS
+    assert planner.config.trees == count
+    records = planner._scratch[4:].cpu().view(-1, planner.config.record)[:count].tolist()
+    for number, record in enumerate(records):
+        more, key = divmod(number, len(KEYS))
+        tree = grow(known._replace(limit=known.limit + more), KEYS[key])
+        assert record[0] == (tree is not None), f"tree {number} exists"
+        if tree is None:
+            continue
+        expected = pieces(own, [Transfer(order[a], order[b], rows) for a, b, rows in tree])
+        place, got = len(record) - 2 * experts, []
+        for d, received in enumerate(record[4 : 4 + ranks]):
+            start = place + 2 * d * (experts // ranks)
+            numbers = record[start : start + 2 * received]
+            got += [(d, *divmod(e, len(own[0])), rows) for e, rows in batched(numbers, 2)]
+        assert sorted(got) == sorted(expected), f"tree {number}"
+        assert record[3] == len(expected)
 
 
 def compare_plans(k, got, expected, fields=FIELDS):

@@ -1,7 +1,10 @@
 """The kernels from routing map to destinations, run from their sources without a GPU."""
 
+import itertools
 import random
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ from plan_kernels import (
     check_count,
     check_destinations,
     check_plan,
+    check_trees,
     compare_plans,
     equal,
     home_order,
@@ -26,6 +30,7 @@ from moonep_megatron.plan import destinations, make_plan
 
 CPU = torch.device("cpu")
 BYTES = 4
+ROUTING = Path(__file__).parents[2] / "shared" / "routing"
 
 
 @pytest.fixture(scope="module")
@@ -64,24 +69,43 @@ def test_count_of_odd_ids(k, dtype):
     check_count(k, CPU, ids, 11)
 
 
-@pytest.mark.parametrize("planner", ["best", "pairs", "chain", "peel"])
+@pytest.mark.parametrize("planner", ["best", "pairs", "chain", "peel", "trees"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 9])
 def test_plan(k, ranks, planner):
     draw = random.Random(f"{ranks} {planner}")
-    for load in draw.sample(LOADS, 2):
+    for load in draw.sample(LOADS, 1 if k.plan.PlanConfig(ranks, ranks, planner).trees else 2):
         homes = draw.choice([1, 2, 5, 9])
         counts = random_counts(load, ranks, ranks * homes, 3000, draw.randrange(1000))
         check_plan(k, CPU, counts, planner, draw.randint(1, homes), rank=draw.randrange(ranks))
 
 
-@pytest.mark.parametrize(("ranks", "homes"), [(4, 5), (11, 3)])
-def test_best_takes_every_rule(k, ranks, homes):
-    rules = set()
-    for seed in range(4):
-        for load in ("even", "heavy", "hot rank"):
-            counts = random_counts(load, ranks, ranks * homes, 500, seed)
-            rules.add(check_plan(k, CPU, counts, slots=homes, seed=seed)[1].rule)
-    assert rules == {"pairs", "chain", "peel"}
+def test_best_takes_every_rule(k):
+    first = {}
+    for seed, load in itertools.product(range(9), ("even", "heavy", "hot half", "zipf")):
+        counts = random_counts(load, 5, 15, 500, seed)
+        first.setdefault(make_plan(counts, slots=3).rule, counts)
+    assert set(first) == set(k.plan.RULES)
+    for counts in first.values():
+        check_plan(k, CPU, counts, slots=3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "homes", "load"),
+    [(2, 5, "hot rank"), (8, 9, "zipf"), (16, 2, "zipf"), (16, 4, "heavy"), (34, 2, "hot half")],
+)
+def test_every_tree(k, monkeypatch, ranks, homes, load):
+    """Also those that are not the best."""
+    monkeypatch.setattr(k.plan, "_THREADS", max(64, k.trees.warps(ranks) * 32))
+    check_trees(k, CPU, random_counts(load, ranks, ranks * homes, 9000, 2))
+
+
+@pytest.mark.skipif(not ROUTING.is_dir(), reason="needs the recorded routing")
+@pytest.mark.parametrize(("ranks", "planner"), [(8, "best"), (32, "trees")])
+def test_recorded_routing(k, ranks, planner):
+    ids = np.load(ROUTING / "law_topk.npy", mmap_mode="r")[ranks // 8]
+    parts = np.array_split(np.asarray(ids), ranks)
+    counts = np.stack([np.bincount(part.ravel(), minlength=64) for part in parts])
+    check_plan(k, CPU, torch.from_numpy(counts), planner)
 
 
 @pytest.mark.parametrize("slack", [1, 300, 10_000])

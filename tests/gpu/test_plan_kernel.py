@@ -12,10 +12,11 @@ pytest.importorskip("cutlass", reason="needs the extra: pip install 'moonep-mega
 import moonep_megatron.kernels.counting
 import moonep_megatron.kernels.destinations
 import moonep_megatron.kernels.plan  # noqa: F401 - used through the package
-from plan_kernels import check_destinations, check_plan
+from plan_kernels import check_destinations, check_plan, check_trees
 from routings import LOADS, random_counts
 
 from moonep_megatron import kernels
+from moonep_megatron.rules import RULES
 
 CUDA = torch.device("cuda")
 ROUTING = Path(__file__).parents[3] / "shared" / "routing"
@@ -44,13 +45,23 @@ def test_best(ranks, homes):
     print(f"R={ranks} n={homes}: {[kernels.plan.RULES[r] for r in sorted(rules)]}")
 
 
-@pytest.mark.parametrize("planner", ["pairs", "chain", "peel"])
-@pytest.mark.parametrize(("ranks", "homes"), [(8, 8), (16, 4)])
+@pytest.mark.parametrize("planner", RULES)
+@pytest.mark.parametrize(("ranks", "homes"), [(8, 8), (16, 4), (64, 2)])
 def test_each_rule(ranks, homes, planner):
     solvers = {}
     for seed in range(40):
         counts = random_counts(LOADS[seed % len(LOADS)], ranks, ranks * homes, 4000, seed)
         check_plan(kernels, CUDA, counts, planner, seed=seed, planners=solvers)
+
+
+@pytest.mark.parametrize(("ranks", "homes"), SIZES)
+def test_every_tree(ranks, homes):
+    """Whether it is the best or not."""
+    solvers = {}
+    for seed, load in enumerate(LOADS * 2):
+        for rows in (40, 9000):
+            counts = random_counts(load, ranks, ranks * homes, rows, seed)
+            check_trees(kernels, CUDA, counts, planners=solvers)
 
 
 def test_slots_change_what_best_takes():
@@ -94,7 +105,7 @@ def test_twice_the_same_bits():
 
 
 @pytest.mark.skipif(not ROUTING.exists(), reason="no recorded routing")
-@pytest.mark.parametrize("ranks", [8, 16, 64])
+@pytest.mark.parametrize("ranks", [8, 16, 32, 64])
 def test_recorded_routing(ranks):
     solvers = {}
     for path in sorted(ROUTING.glob("*_topk.npy")):
