@@ -1,9 +1,26 @@
-"""Prints the time of each part from routing map to destinations; run on one GPU."""
+"""Prints the time of each part from routing map to destinations; one process on one GPU.
 
+    PYTHONPATH=tests python tests/gpu/time_plan.py [--ranks 8,16,32,64,128] [--experts 896]
+                                  [--planners best,trees] [--json FILE]
+
+Every planner on drawn counts, and ``best`` on recorded routing (E = 64) where there is some.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
 import torch
 from moonep_megatron.kernels import compact, counting, destinations, exchange, plan, sync
-from plan_kernels import random_map
+from plan_kernels import exchanged, random_map
 from routings import random_counts
+
+from moonep_megatron import kernels
+
+CUDA = torch.device("cuda")
+ROUTING = Path(__file__).parents[3] / "shared" / "routing"
+TOKENS, TOPK = 8192, 8
 
 
 def microseconds(call, rounds=50):
@@ -25,53 +42,97 @@ def microseconds(call, rounds=50):
     return sorted(times)[rounds // 2]
 
 
-def main(tokens=8192, topk=8, experts=896):
-    device = torch.device("cuda")
-    routing_map, probs = (x.to(device) for x in random_map(tokens, experts, topk, 0))
-    ids, _, places, counts = compact.compact(routing_map, probs, topk)
-    print(f"compact {microseconds(lambda: compact.compact(routing_map, probs, topk)):.1f} us")
-    print(f"count {microseconds(lambda: counting.count(ids, experts)):.1f} us")
+def time_counting(experts):
+    """Compaction, counting and the exchange of one rank with itself."""
+    routing_map, probs = (x.to(CUDA) for x in random_map(TOKENS, experts, TOPK, 0))
+    ids, _, _, counts = compact.compact(routing_map, probs, TOPK)
+    compacting = microseconds(lambda: compact.compact(routing_map, probs, TOPK))
+    alone = microseconds(lambda: counting.count(ids, experts))
+    print(f"E={experts}: compact {compacting:.1f} us, count {alone:.1f} us")
     offset = 256
-    memory = torch.zeros(offset + 2 * (experts + counting.HEADER), dtype=torch.int32, device=device)
-    control = torch.zeros(sync.CONTROL_INTS, dtype=torch.int32, device=device)
+    memory = torch.zeros(offset + 2 * (experts + counting.HEADER), dtype=torch.int32, device=CUDA)
     setup = {
-        "peers": torch.tensor([memory.data_ptr()], device=device),
-        "tokens": tokens,
-        "max_tokens": tokens,
+        "peers": torch.tensor([memory.data_ptr()], device=CUDA),
+        "tokens": TOKENS,
+        "max_tokens": TOKENS,
         "rank": 0,
         "layer": 0,
         "counts_offset": offset * 4,
         "flags_offset": 0,
-        "control": control,
+        "control": torch.zeros(sync.CONTROL_INTS, dtype=torch.int32, device=CUDA),
         "fault": torch.zeros(len(sync.FAULT_FIELDS), dtype=torch.int32, pin_memory=True),
         "timeout_ns": 10**9,
     }
     alone = microseconds(lambda: exchange.exchange(counts_CE=counts, **setup))
-    print(f"exchange, R=1: {alone:.1f} us")
-    first = exchange.exchange(counts_CE=counts, **setup).first_CE
-    for ranks in (8, 64):
-        for planner in plan.PLANNERS:
-            for load in ("zipf", "heavy", "hot rank"):
-                _time_plan(ranks, experts, planner, load, (ids, places, first, counts))
+    print(f"E={experts}: exchange of one rank {alone:.1f} us")
 
 
-def _time_plan(ranks, experts, planner, load, own):
-    ids, places, first, counts_CE = own
-    device = ids.device
-    counts_RE = random_counts(load, ranks, experts, ids.numel(), 1).to(device)
-    counts_RE[0] = counts_CE[:, :experts].sum(0)
-    totals = torch.stack([counts_RE.sum(0), torch.zeros_like(counts_RE[0])]).int()
-    given = exchange.Exchanged(first_CE=first, counts_RE=counts_RE.int(), totals_2E=totals)
+def recorded(ranks):
+    """(name, counts [R, E]) of a few layers of recorded routing."""
+    for path in sorted(ROUTING.glob("*_topk.npy")):
+        ids = np.load(path, mmap_mode="r")
+        for layer in (2, len(ids) // 2, len(ids) - 1):
+            parts = np.array_split(np.asarray(ids[layer]), ranks)
+            counts = np.stack([np.bincount(part.ravel(), minlength=64) for part in parts])
+            yield f"{path.stem.removesuffix('_topk')} {layer}", torch.from_numpy(counts)
+
+
+def time_plan(ranks, load, counts_RE, planner):
+    """One row: the plan of rank 0, and its destinations."""
+    experts = counts_RE.shape[1]
+    own = counts_RE[0]
+    flat = torch.repeat_interleave(torch.arange(experts), own).int()
+    flat = torch.nn.functional.pad(flat, (0, -len(flat) % TOPK), value=-1)
+    ids, places, counts_CE = counting.count(flat.view(-1, TOPK).to(CUDA), experts)
+    given = exchanged(kernels, counts_RE, 0, CUDA, counts_CE)
     homes = experts // ranks
-    order = torch.arange(experts, dtype=torch.int32, device=device).view(ranks, homes)
-    solver = plan.Planner(ranks, experts, planner=planner, slots=homes, most_rows=1, device=device)
+    order = torch.arange(experts, dtype=torch.int32, device=CUDA).view(ranks, homes)
+    solver = plan.Planner(ranks, experts, planner=planner, slots=homes, most_rows=1, device=CUDA)
     made = solver.plan(given, order, 0)
-    solving = microseconds(lambda: solver.plan(given, order, 0))
-    placing = microseconds(lambda: destinations.destinations(made, ids, places, first, 0))
+    row = {
+        "ranks": ranks,
+        "experts": experts,
+        "load": load,
+        "planner": planner,
+        "rule": plan.RULES[int(made.rule)],
+        "plan_us": microseconds(lambda: solver.plan(given, order, 0)),
+        "destinations_us": microseconds(
+            lambda: destinations.destinations(made, ids, places, given.first_CE, 0)
+        ),
+    }
     print(
-        f"R={ranks} {planner} {load} ({plan.RULES[int(made.rule)]}): "
-        f"plan {solving:.1f} us, destinations {placing:.1f} us"
+        f"R={ranks} E={experts} {load}: {planner} ({row['rule']}) plan {row['plan_us']:.1f} us, "
+        f"destinations {row['destinations_us']:.1f} us",
+        flush=True,
     )
+    return row
+
+
+def numbers(text):
+    return [int(word) for word in text.split(",")]
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=numbers, default=[8, 16, 32, 64, 128])
+    parser.add_argument("--experts", type=numbers, default=[896])
+    parser.add_argument("--planners", type=lambda text: text.split(","), default=plan.PLANNERS)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for experts in args.experts:
+        time_counting(experts)
+        for ranks in args.ranks:
+            for load in ("zipf", "heavy", "hot rank", "hot half"):
+                counts_RE = random_counts(load, ranks, experts, TOKENS * TOPK, 1)
+                rows += [time_plan(ranks, load, counts_RE, planner) for planner in args.planners]
+    for ranks in args.ranks:
+        if 64 % ranks == 0:
+            rows += [time_plan(ranks, *layer, "best") for layer in recorded(ranks)]
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
