@@ -57,7 +57,7 @@ def slots_out_of_range(value: Any, at: Settings) -> bool:
     return value is not None and not 1 <= value <= max(homes, 1)
 
 
-def tokens_twice(value: Any, at: Settings) -> bool:
+def tokens_twice(value: Any, at: Any) -> bool:
     """Tensor parallelism without sequence parallelism."""
     return not value and (at.tensor_model_parallel_size or 1) > 1
 

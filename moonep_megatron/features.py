@@ -325,7 +325,16 @@ FEATURES: tuple[Feature, ...] = (
         "test_layer.py::test_inference_needs_no_gradients",
         "gpu/test_moe_layer.py::test_inference_and_strided_tokens",
     ),
-    _yes("generation", "", "test_features_models.py::test_generation"),
+    _yes(
+        "generation",
+        "",
+        "test_features_models.py::test_generation",
+    ),
+    _refused(
+        "generation under tensor parallelism",
+        "--tensor-model-parallel-size N",
+        "sequence_parallel",
+    ),
     _refused(
         "inference-optimized layers", "--transformer-impl inference_optimized", "transformer_impl"
     ),

@@ -14,7 +14,7 @@ from moonep_megatron import config as moonep_config
 from moonep_megatron import metrics, quack_gemm
 from moonep_megatron.activation import activation
 from moonep_megatron.backends import log_once, make_backend
-from moonep_megatron.conditions import captures_dispatch
+from moonep_megatron.conditions import captures_dispatch, tokens_twice
 from moonep_megatron.dispatcher import MoonEPTokenDispatcher, recomputing
 from moonep_megatron.experts import ExpertCall, run_experts
 from moonep_megatron.forced import forced_gating
@@ -119,6 +119,10 @@ class MoonEPMoELayer(MoELayer):
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send rows [s, H] and probabilities [s, K]; receive rows [M, H] and probabilities [N]."""
+        if tokens_twice(self.config.sequence_parallel, self.config):
+            # Switched off since the layer was built. Copies of a token may be summed in different
+            # orders, so tensor-parallel ranks would drift apart.
+            moonep_config.check(self.config, self.moonep)
         self.home.replay_pre_hooks()
         if self.token_dispatcher.home_order_Rn is None:  # published with this first dispatch
             order_n = torch.tensor(self.home.order(), dtype=torch.int32)

@@ -111,7 +111,8 @@ REFUSED: tuple[Refusal, ...] = (
         "tensor-parallel ranks would bring the same tokens twice",
         when="missing while `--tensor-model-parallel-size` is above 1",
         refused=conditions.tokens_twice,
-        remedy="set --sequence-parallel",
+        remedy="set --sequence-parallel; where Megatron's generation switches that off, load the "
+        "checkpoint with alltoall or without tensor parallelism",
     ),
     Refusal(
         "variable_seq_lengths",

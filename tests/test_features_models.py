@@ -4,6 +4,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import Case
@@ -19,7 +20,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 from moe import build as build_layer
-from ranks import Layout, run_ranks
+from ranks import Layout, RankError, run_ranks
 from reference import error
 from torch import Tensor, nn
 
@@ -122,6 +123,22 @@ def test_generation() -> None:
         assert torch.equal(ours, theirs)
         assert torch.equal(ours, uncached)
         assert len(ours.unique()) > 1
+
+
+@torch.no_grad()
+def _decoded_under_tensor_parallelism() -> None:
+    """As Megatron decodes there: without sequence parallelism, so each rank has every token."""
+    case = Case(name="", ranks=2, tp=2, tokens=((24,) * 2,))
+    layer = build_layer(case, "moonep").eval()
+    hidden = torch.zeros(24, 1, case.hidden)
+    layer(hidden)
+    layer.config.sequence_parallel = False
+    layer(hidden)
+
+
+def test_decoding_under_tensor_parallelism_is_refused() -> None:
+    with pytest.raises(RankError, match=r"--sequence-parallel = False .*alltoall"):
+        run_ranks(2, _decoded_under_tensor_parallelism, layout=Layout(ep=2, tp=2, expert_tp=1))
 
 
 # --- upcycling ----------------------------------------------------------------------------------
