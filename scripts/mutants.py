@@ -280,6 +280,20 @@ MUTATIONS = (
         "pass",
         "tests/test_contract.py",
     ),
+    Mutation(
+        "overlapped shared experts get no gradient for the layer's input",
+        "dispatcher.py",
+        "self.shared_experts.pre_forward_comm(hidden_states)",
+        "self.shared_experts.pre_forward_comm(hidden_states.detach())",
+        "tests/test_features_training.py::test_shared_experts",
+    ),
+    Mutation(
+        "choices do not cross from a graph of the preprocessing",
+        "dispatcher.py",
+        '[f"choices.{field.name}" for field in fields(Choices)]',
+        "[]",
+        "tests/test_features_graphs.py::test_state_crosses_from_a_graph_in_tensors_alone",
+    ),
 )
 
 
