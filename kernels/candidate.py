@@ -84,3 +84,53 @@ def append(s: State, t: Int32, donor: Int32, receiver: Int32, moved: Int32) -> N
     s.donor[t] = donor
     s.receiver[t] = receiver
     s.moved[t] = moved
+
+
+@cute.jit
+def prepare(
+    s: State,
+    totals: cute.Tensor,
+    ranks: cutlass.Constexpr[int],
+    homes: cutlass.Constexpr[int],
+    threads: cutlass.Constexpr[int],
+) -> Int32:
+    """All threads: sort every rank's experts, and fill the state, for exact caps; all rows."""
+    experts = ranks * homes
+    thread, _, _ = cute.arch.thread_idx()
+    smem = cutlass.utils.SmemAllocator()
+    rows = smem.allocate_tensor(Int32, cute.make_layout(experts), byte_alignment=16)
+    sums = smem.allocate_tensor(Int32, cute.make_layout(experts + 1), byte_alignment=16)
+    partial = smem.allocate_tensor(Int32, cute.make_layout(warp.WARP), byte_alignment=16)
+    for e in cutlass.range(thread, experts, threads):
+        rows[e] = totals[e]
+    cute.arch.sync_threads()
+    for e in cutlass.range(thread, experts, threads):
+        d, mine, place = e // homes, rows[e], Int32(0)
+        for other in cutlass.range(d * homes, d * homes + homes, unroll=8):
+            theirs = rows[other]
+            if theirs > mine or (theirs == mine and other < e):
+                place += 1
+        s.rows[d * (homes + 1) + place] = mine
+        s.expert[d * (homes + 1) + place] = e - d * homes
+        sums[d * homes + place] = mine
+    warp.exclusive_scan(sums, partial, experts, threads)
+    for e in cutlass.range(thread, experts, threads):
+        d = e // homes
+        s.after[e + d] = sums[d * homes + homes] - sums[e]
+    share, extra = sums[experts] // ranks, sums[experts] % ranks
+    for d in cutlass.range(thread, padded(ranks), threads):
+        surplus, cap = Int32(0), Int32(0)
+        if d < ranks:
+            cap = share + Int32(d < extra)
+            surplus = sums[d * homes + homes] - sums[d * homes] - cap
+            s.rows[d * (homes + 1) + homes] = 0
+            s.expert[d * (homes + 1) + homes] = 0
+            s.after[d * (homes + 1) + homes] = 0
+        s.cap[d] = cap
+        s.surplus[d] = surplus
+        s.open[d] = Int32(d < ranks)
+        s.head[d] = 0
+        s.received[d] = 0
+        s.sent[d] = 0
+    cute.arch.sync_threads()
+    return sums[experts]

@@ -216,11 +216,15 @@ def _solve(totals: cute.Tensor, scratch: Int64, config: cutlass.Constexpr[PlanCo
     elif cutlass.const_expr(config.planner == "chain"):
         fills = block * (ranks - 1)
     state = candidate.allocate(ranks, homes)
-    _prepare(state, totals, config, number < config.blocks - config.candidates)
+    total = candidate.prepare(state, totals, ranks, homes, _THREADS)
+    thread, _, _ = cute.arch.thread_idx()
+    if cutlass.const_expr(config.slack > 0):
+        if number < config.candidates and thread < warp.WARP:
+            caps.slacken(state, total, config.slack, ranks)
+        cute.arch.sync_threads()
     record = _record(scratch, number, config)
     pieces = record + (config.record - 2 * config.experts) * 4
     rules.find(state, tree, fills, pieces, ranks, homes, _THREADS, config.trees > 0)
-    thread, _, _ = cute.arch.thread_idx()
     _, own = warp.lane_and_warp()
     for d in cutlass.range(thread, ranks, _THREADS):
         ptx.store(record + (_RECEIVED + d) * 4, state.received[d], "s32")
@@ -231,59 +235,6 @@ def _solve(totals: cute.Tensor, scratch: Int64, config: cutlass.Constexpr[PlanCo
 def _record(scratch: Int64, number: Int32, config: PlanConfig) -> Int64:
     """Address of a candidate's record."""
     return scratch + 16 + Int64(number) * (config.record * 4)
-
-
-@cute.jit
-def _prepare(
-    s: candidate.State,
-    totals: cute.Tensor,
-    config: cutlass.Constexpr[PlanConfig],
-    within_slack: Boolean,
-) -> None:
-    """All threads: sort every rank's experts, and fill the state."""
-    ranks, experts = config.ranks, config.experts
-    homes = experts // ranks
-    thread, _, _ = cute.arch.thread_idx()
-    smem = cutlass.utils.SmemAllocator()
-    rows = smem.allocate_tensor(Int32, cute.make_layout(experts), byte_alignment=16)
-    sums = smem.allocate_tensor(Int32, cute.make_layout(experts + 1), byte_alignment=16)
-    partial = smem.allocate_tensor(Int32, cute.make_layout(warp.WARP), byte_alignment=16)
-    for e in cutlass.range(thread, experts, _THREADS):
-        rows[e] = totals[e]
-    cute.arch.sync_threads()
-    for e in cutlass.range(thread, experts, _THREADS):
-        d, mine, place = e // homes, rows[e], Int32(0)
-        for other in cutlass.range(d * homes, d * homes + homes, unroll=8):
-            theirs = rows[other]
-            if theirs > mine or (theirs == mine and other < e):
-                place += 1
-        s.rows[d * (homes + 1) + place] = mine
-        s.expert[d * (homes + 1) + place] = e - d * homes
-        sums[d * homes + place] = mine
-    warp.exclusive_scan(sums, partial, experts, _THREADS)
-    for e in cutlass.range(thread, experts, _THREADS):
-        d = e // homes
-        s.after[e + d] = sums[d * homes + homes] - sums[e]
-    share, extra = sums[experts] // ranks, sums[experts] % ranks
-    for d in cutlass.range(thread, candidate.padded(ranks), _THREADS):
-        surplus, cap = Int32(0), Int32(0)
-        if d < ranks:
-            cap = share + Int32(d < extra)
-            surplus = sums[d * homes + homes] - sums[d * homes] - cap
-            s.rows[d * (homes + 1) + homes] = 0
-            s.expert[d * (homes + 1) + homes] = 0
-            s.after[d * (homes + 1) + homes] = 0
-        s.cap[d] = cap
-        s.surplus[d] = surplus
-        s.open[d] = Int32(d < ranks)
-        s.head[d] = 0
-        s.received[d] = 0
-        s.sent[d] = 0
-    cute.arch.sync_threads()
-    if cutlass.const_expr(config.slack > 0):
-        if within_slack and thread < warp.WARP:
-            caps.slacken(s, sums[experts], config.slack, ranks)
-        cute.arch.sync_threads()
 
 
 @cute.jit
