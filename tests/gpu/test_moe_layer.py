@@ -84,6 +84,23 @@ def test_choices_experts_and_slots(size: int) -> None:
     check(cases)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_within_a_slack(size: int) -> None:
+    """R below, at and above K: receive rows by token, and as many as a rank may compute."""
+    check(
+        [
+            layer_case(
+                f"K={topk} slack {slack} {skew}",
+                size,
+                topk=topk,
+                routing=(skew, "zipf"),
+                moonep=(("slack", slack), ("check_plan", True)),
+            )
+            for topk, slack, skew in ((1, 0.25, "zipf"), (2, 0.05, "hot_rank"), (8, 1.0, "uniform"))
+        ]
+    )
+
+
 def test_waves_of_few_slots() -> None:
     """More foreign experts than slots: several waves, whose weights and gradients share slots."""
     case = layer_case(

@@ -16,7 +16,7 @@ from plan_kernels import check_destinations, check_plan, check_trees
 from routings import LOADS, random_counts
 
 from moonep_megatron import kernels
-from moonep_megatron.rules import RULES
+from moonep_megatron.rules import PLANNERS
 
 CUDA = torch.device("cuda")
 ROUTING = Path(__file__).parents[3] / "shared" / "routing"
@@ -45,13 +45,24 @@ def test_best(ranks, homes):
     print(f"R={ranks} n={homes}: {[kernels.plan.RULES[r] for r in sorted(rules)]}")
 
 
-@pytest.mark.parametrize("planner", RULES)
+@pytest.mark.parametrize("planner", PLANNERS[1:])
 @pytest.mark.parametrize(("ranks", "homes"), [(8, 8), (16, 4), (64, 2)])
 def test_each_rule(ranks, homes, planner):
     solvers = {}
     for seed in range(40):
         counts = random_counts(LOADS[seed % len(LOADS)], ranks, ranks * homes, 4000, seed)
         check_plan(kernels, CUDA, counts, planner, seed=seed, planners=solvers)
+
+
+@pytest.mark.parametrize("slack", [1, 100, 2000])
+@pytest.mark.parametrize(("ranks", "homes"), SIZES)
+def test_within_a_slack(ranks, homes, slack):
+    solvers = {}
+    for seed, load in enumerate(LOADS):
+        for rows in (3, 500, 65536):
+            counts = random_counts(load, ranks, ranks * homes, rows, seed)
+            rank = seed % ranks
+            check_plan(kernels, CUDA, counts, rank=rank, planners=solvers, slack=slack)
 
 
 @pytest.mark.parametrize(("ranks", "homes"), SIZES)
