@@ -90,13 +90,27 @@ def test_best_takes_every_rule(k):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "homes", "load"),
-    [(2, 5, "hot rank"), (8, 9, "zipf"), (16, 2, "zipf"), (16, 4, "heavy"), (34, 2, "hot half")],
+    ("ranks", "homes", "load", "rows", "seed"),
+    [
+        (2, 5, "hot rank", 9000, 2),
+        # more than two experts at once: fills, passes, relays
+        (4, 9, "hot rank", 400, 5),
+        (4, 9, "sparse", 400, 0),
+        (6, 9, "heavy", 400, 2),
+        # experts above a cap
+        (5, 4, "sparse", 9000, 1),
+        (16, 2, "zipf", 9000, 2),
+        # a giver that may only just send what it must
+        (8, 9, "zipf", 9000, 2),
+        (16, 4, "heavy", 9000, 2),
+        # four warps
+        (34, 2, "hot half", 9000, 2),
+    ],
 )
-def test_every_tree(k, monkeypatch, ranks, homes, load):
+def test_every_tree(k, monkeypatch, ranks, homes, load, rows, seed):
     """Also those that are not the best."""
     monkeypatch.setattr(k.plan, "_THREADS", max(64, k.trees.warps(ranks) * 32))
-    check_trees(k, CPU, random_counts(load, ranks, ranks * homes, 9000, 2))
+    check_trees(k, CPU, random_counts(load, ranks, ranks * homes, rows, seed))
 
 
 @pytest.mark.skipif(not ROUTING.is_dir(), reason="needs the recorded routing")
