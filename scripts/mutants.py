@@ -147,6 +147,27 @@ MUTATIONS = (
         "tests/test_slack.py::test_caps_against_the_slow_reference",
     ),
     Mutation(
+        "a kept copy outlives an optimizer step",
+        "weights.py",
+        "kwargs: Any) -> None:\n    weights_changed()",
+        "kwargs: Any) -> None:\n    pass",
+        "tests/test_reuse.py::test_steps_are_seen_where_nothing_else_tells",
+    ),
+    Mutation(
+        "a tag without its version",
+        "backends/residents.py",
+        "return self._tag(rank, slot, projection) == self.wanted(expert)",
+        "return self._tag(rank, slot, projection)[:2] == self.wanted(expert)[:2]",
+        "tests/test_reuse.py::test_stale_copies_are_never_used",
+    ),
+    Mutation(
+        "tags of one projection for both",
+        "backends/residents.py",
+        "at = 3 * (2 * slot + projection)",
+        "at = 3 * (2 * slot)",
+        "tests/test_reuse.py::test_layers_against_the_dense_reference[2]",
+    ),
+    Mutation(
         "slots not refilled in backward",
         EXPERTS,
         "_push_all(call, backward=True)",

@@ -281,6 +281,29 @@ def test_stale_copies_are_never_used() -> None:
             assert sum(answer.pushed[1] for answer in answers) > 0, f"{name}: nothing pushed"
 
 
+def _written_by_a_step() -> tuple[float, float]:
+    """Distances after a step that writes as Megatron's optimizers do: where no counter sees it."""
+
+    class Writes(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight.data.mul_(2)
+
+    layers = [_layer(reuse) for reuse in (True, False)]
+    weights = [p for layer in layers for fc in expert_parameters(layer) for p in fc]
+    versions = [weight._version for weight in weights]
+    _pass(layers[0])
+    Writes(weights, lr=1.0).step()
+    assert [weight._version for weight in weights] == versions
+    return _far(*(_pass(layer) for layer in layers)), _far(*(_pass(layer) for layer in layers))
+
+
+def test_steps_are_seen_where_nothing_else_tells() -> None:
+    for distances in run_ranks(2, _written_by_a_step):
+        assert max(distances) < 1e-13
+
+
 def _two_layers() -> tuple[float, int, list[list[int]]]:
     layers = [_layer(reuse) for reuse in (True, True, False, False)]
     for i, layer in enumerate(layers):
