@@ -1,8 +1,9 @@
 """What of Megatron works under `moonep`: the table that the README shows.
 
-A feature is supported, and then names the tests that show it, or it is refused, and then names its
-rows of `moonep_megatron.refusals.REFUSED`, which are what the check reads and where the reason
-stands. `tests/test_features.py` holds the table to the tests and rows that exist.
+A feature is supported, and then names the tests that show it; or it is unproven: it is allowed, and
+its tests, which need a GPU, have not passed on one yet; or it is refused, and then names its rows
+of `moonep_megatron.refusals.REFUSED`, which are what the check reads and where the reason stands.
+`tests/test_features.py` holds the table to the tests and rows that exist.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ class Feature:
         setting: the flags that switch it on, as a user writes them; empty where none does.
         tests: `file::function` below `tests/`, for a supported feature; those in `gpu/` need one.
         rows: fields of rows of `REFUSED`, for a refused one.
+        unproven: some of its tests have not passed yet.
     """
 
     name: str
     setting: str
     tests: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    unproven: bool = False
 
     @property
     def supported(self) -> bool:
@@ -45,7 +48,8 @@ class Feature:
         """Its line of the Markdown table."""
         setting = f"`{self.setting}`" if self.setting else ""
         if self.supported:
-            return f"| {self.name} | {setting} | yes | {_code(self.tests)} |"
+            status = "unproven" if self.unproven else "yes"
+            return f"| {self.name} | {setting} | {status} | {_code(self.tests)} |"
         why = "; ".join(dict.fromkeys(row.why for row in self.refusals))
         return f"| {self.name} | {setting} | refused | {why} |"
 
@@ -59,6 +63,10 @@ def _code(names: tuple[str, ...]) -> str:
 
 def _yes(name: str, setting: str, *tests: str) -> Feature:
     return Feature(name, setting, tests=tests)
+
+
+def _unproven(name: str, setting: str, *tests: str) -> Feature:
+    return Feature(name, setting, tests=tests, unproven=True)
 
 
 def _refused(name: str, setting: str, *rows: str) -> Feature:
@@ -202,7 +210,7 @@ FEATURES: tuple[Feature, ...] = (
         "--moe-shared-expert-overlap --moe-latent-size",
         "moe_shared_expert_overlap",
     ),
-    _yes(
+    _unproven(
         "latent experts (Transformer Engine)",
         "--moe-latent-size N",
         "gpu/test_features.py::test_latent_experts",
@@ -273,7 +281,7 @@ FEATURES: tuple[Feature, ...] = (
         "test_training.py::test_recompute_moe_full",
         "gpu/test_moe_layer.py::test_recompute_and_redispatch_give_the_same_bits",
     ),
-    _yes(
+    _unproven(
         "fine-grained offload outside the experts",
         "--fine-grained-activation-offloading --offload-modules core_attn mlp_norm",
         "gpu/test_features.py::test_fine_grained_offload",
@@ -290,18 +298,18 @@ FEATURES: tuple[Feature, ...] = (
         "--overlap-moe-expert-parallel-comm",
         "overlap_moe_expert_parallel_comm",
     ),
-    _yes(
+    _unproven(
         "CUDA graphs of whole layers, or of `moe` (symmetric backend)",
         "--cuda-graph-impl local, transformer_engine --cuda-graph-modules moe",
         "gpu/test_features.py::test_graphs_of_layers",
     ),
-    _yes(
+    _unproven(
         "CUDA graphs of router and preprocessing",
         "--cuda-graph-modules moe_router moe_preprocess",
         "test_features_graphs.py::test_state_crosses_from_a_graph_in_tensors_alone",
         "gpu/test_features.py::test_graphs_of_layers",
     ),
-    _yes(
+    _unproven(
         "CUDA graph of the whole iteration (symmetric backend)",
         "--cuda-graph-impl full_iteration",
         "gpu/test_graph.py::test_capture_fwd_bwd",

@@ -108,6 +108,10 @@ class MoonEPMoELayer(MoELayer):
                 f"grouped GEMM cannot serve these experts ({reason}), and torch's products wait "
                 "for the host; leave it out."
             )
+        log_once(
+            f"moonep: --cuda-graph-impl {self.config.cuda_graph_impl} is unproven: Megatron's own "
+            "graphs over this layer have not passed their tests on a GPU yet"
+        )
 
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Megatron's routing, unchanged; its histogram [E] is kept while metrics are recorded."""
