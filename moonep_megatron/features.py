@@ -203,7 +203,7 @@ FEATURES: tuple[Feature, ...] = (
         "--moe-shared-expert-overlap",
         "test_features_training.py::test_shared_experts",
         "test_features_models.py::test_sequence_parallel_shared_experts",
-        "gpu/test_features.py::test_overlapped_shared_experts",
+        "gpu/test_features_gpu.py::test_overlapped_shared_experts",
     ),
     _refused(
         "the same over latent experts",
@@ -213,7 +213,7 @@ FEATURES: tuple[Feature, ...] = (
     _unproven(
         "latent experts (Transformer Engine)",
         "--moe-latent-size N",
-        "gpu/test_features.py::test_latent_experts",
+        "gpu/test_features_gpu.py::test_latent_experts",
     ),
     _yes(
         "hybrid models",
@@ -284,7 +284,7 @@ FEATURES: tuple[Feature, ...] = (
     _unproven(
         "fine-grained offload outside the experts",
         "--fine-grained-activation-offloading --offload-modules core_attn mlp_norm",
-        "gpu/test_features.py::test_fine_grained_offload",
+        "gpu/test_features_gpu.py::test_fine_grained_offload",
     ),
     _refused(
         "fine-grained offload of the experts' activations",
@@ -301,19 +301,19 @@ FEATURES: tuple[Feature, ...] = (
     _unproven(
         "CUDA graphs of whole layers, or of `moe` (symmetric backend)",
         "--cuda-graph-impl local, transformer_engine --cuda-graph-modules moe",
-        "gpu/test_features.py::test_graphs_of_layers",
+        "gpu/test_features_gpu.py::test_graphs_of_layers",
     ),
     _unproven(
         "CUDA graphs of router and preprocessing",
         "--cuda-graph-modules moe_router moe_preprocess",
         "test_features_graphs.py::test_state_crosses_from_a_graph_in_tensors_alone",
-        "gpu/test_features.py::test_graphs_of_layers",
+        "gpu/test_features_gpu.py::test_graphs_of_layers",
     ),
     _unproven(
         "CUDA graph of the whole iteration (symmetric backend)",
         "--cuda-graph-impl full_iteration",
         "gpu/test_graph.py::test_capture_fwd_bwd",
-        "gpu/test_features.py::test_graph_of_an_iteration",
+        "gpu/test_features_gpu.py::test_graph_of_an_iteration",
     ),
     _refused(
         "graphs over the dispatch on the collective backend",

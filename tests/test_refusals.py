@@ -233,7 +233,7 @@ def test_refused(row):
         assert row.remedy in message
 
 
-@pytest.mark.parametrize("settings", ACCEPTED, ids=str)
+@pytest.mark.parametrize("settings", ACCEPTED, ids="-".join)
 def test_accepted(settings):
     assert refused(settings) == []
 
