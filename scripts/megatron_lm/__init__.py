@@ -1,0 +1,1 @@
+"""Parts of the scripts that run Megatron-LM from a checkout."""
