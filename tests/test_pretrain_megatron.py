@@ -1,4 +1,4 @@
-"""scripts/pretrain_megatron.py on a stand-in for a checkout, or on the one that MEGATRON_LM names."""
+"""scripts/pretrain_megatron.py on a stand-in for a checkout, or on one that MEGATRON_LM names."""
 
 import json
 import math
