@@ -112,17 +112,18 @@ def test_a_run_over_its_time_is_stopped():
     assert gone(str(SCRIPTS / "train_gpt_moe.py"), "--seed", "987")
 
 
-def test_ranks_do_not_outlive_torchrun():
+def test_ranks_do_not_outlive_torchrun(tmp_path):
     script = str(SCRIPTS / "train_gpt_moe.py")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launcher, script, "--seed", "986", "--steps", "9999"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    torchrun = subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, **quiet)
+    env, output = os.environ | {"CUDA_VISIBLE_DEVICES": ""}, tmp_path / "output"
+    with output.open("w") as out:
+        torchrun = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
     try:
         end = time.monotonic() + 60
         while len(processes_with(script, "986")) < 3 and time.monotonic() < end:
             time.sleep(0.1)
-        assert len(processes_with(script, "986")) >= 3, "the ranks did not start"
+        assert len(processes_with(script, "986")) >= 3, f"no ranks: {output.read_text()}"
         time.sleep(1)  # Python itself is up
     finally:
         torchrun.kill()
