@@ -1,0 +1,1 @@
+"""Parts of plot_balance.py: what a run logged of its balance, read back and drawn."""
