@@ -183,7 +183,7 @@ def train(args: argparse.Namespace, name: str) -> dict[str, Any]:
     if [entry["iteration"] for entry in entries] != list(range(1, args.steps + 1)):
         raise RuntimeError(f"the {name} run logged other iterations than 1 to {args.steps}")
     numbers = {key: [entry.get(key) for entry in entries] for key in entries[0]}
-    return {"launch": launch_line(args, name), "core": log.core_version(text), **numbers}
+    return {"launch": launch_line(args, name), **numbers}
 
 
 def _gist(text: str) -> str:
@@ -220,6 +220,7 @@ def write(args: argparse.Namespace, runs: dict[str, dict[str, Any]], problems: l
         return
     first = next(iter(runs))
     result = {
+        "core": launch.core_version(args.megatron_lm),
         "machine": machine(args),
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
         "largest_relative_difference": {n: difference(runs[first], run) for n, run in runs.items()},
@@ -243,16 +244,16 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(console: Console, args: argparse.Namespace, runs: dict[str, dict[str, Any]]) -> None:
-    first = next(iter(runs))
+    first, core = next(iter(runs)), launch.core_version(args.megatron_lm)
     where = "CPUs" if args.cpu else "one GPU" if args.same_gpu else f"{args.ranks} GPUs"
     table = Table(
-        title=f"pretrain_gpt.py, Megatron-Core {runs[first]['core']}, {args.ranks} ranks on "
+        title=f"pretrain_gpt.py, Megatron-Core {core}, {args.ranks} ranks on "
         f"{where}, {args.dtype}, {args.steps} iterations; hottest rank x mean and duplicates: "
         "means over layers and iterations"
     )
     table.add_column("run", no_wrap=True)
     for column in ("first loss", "last loss", "rel. diff.", "ms", "hottest rank", "duplicates"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right")
     for name, run in runs.items():
         pace = sorted(run["elapsed time per iteration (ms)"])[len(run[LOSS]) // 2]
         table.add_row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,11 @@ def environment(checkout: Path, ranks: int, stand_in: str | None) -> dict[str, s
         forced["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     forced["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return values | os.environ | forced
+
+
+def core_version(checkout: Path) -> str:
+    """Of the Megatron-Core in a checkout, with its commit where git knows it."""
+    return runpy.run_path(str(checkout / "megatron" / "core" / "package_info.py"))["__version__"]
 
 
 def torchrun(ranks: int) -> list[str]:

@@ -6,7 +6,6 @@ import re
 
 # Ranks write to one stream: whatever else a line holds, an entry ends with its own bars.
 _ENTRY = re.compile(r"iteration +(\d+)/ *\d+ \|((?: [^|\n]+ \|)+)")
-_VERSION = re.compile(r"> Megatron-Core version \.+ (\S+)")
 
 
 def iterations(log: str) -> list[dict[str, float]]:
@@ -22,9 +21,3 @@ def iterations(log: str) -> list[dict[str, float]]:
                 continue  # a part without a number
         found.append(values)
     return found
-
-
-def core_version(log: str) -> str:
-    """The version of Megatron-Core that a run names, or "unknown"."""
-    found = _VERSION.search(log)
-    return found[1] if found else "unknown"
