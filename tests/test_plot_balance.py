@@ -221,6 +221,7 @@ def test_a_resumed_run_counts_once_and_partial_lines_are_told(log: Path, capsys)
 def test_bad_input_is_named(log: Path, tmp_path: Path, capsys) -> None:
     text = log.read_text()
     without = "".join(LINE.format(i, 2, "") for i in (1, 2))
+    zeros = "".join(f" {name}: 0.00 |" for name in TRACKED)
     some = LINE.format(1, 2, " moonep_maxvio: 1.00 |")
     (tmp_path / "folder").mkdir()
     assert "moonep_hottest_rank: 1.00" in text
@@ -229,6 +230,7 @@ def test_bad_input_is_named(log: Path, tmp_path: Path, capsys) -> None:
         ("empty", "", "the file is empty"),
         ("other", "hello\n", "no iteration lines of Megatron's training loop"),
         ("without", without, "train with --moe-token-dispatcher-type moonep --moe-moonep-log-max"),
+        ("zeros", LINE.format(1, 2, zeros), "is always 0: no layer used moonep"),
         ("some", some, "moonep_hottest_rank_without, moonep_hottest_rank, moonep_duplicates never"),
         (
             "nan",

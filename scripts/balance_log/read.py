@@ -17,6 +17,7 @@ DRAWN = (
     "moonep_maxvio",
     "moonep_duplicates",
 )
+_SURE = DRAWN[0]  # at least 1 wherever moonep dispatched a row
 _EVENTS = "tfevents"  # in the names of event files
 _FLAGS = "--moe-token-dispatcher-type moonep --moe-moonep-log-maxvio"
 _LAYER_TAG = re.compile(rf"moe/({PREFIX}\w+)_layer_(\d+)")
@@ -63,6 +64,8 @@ def read(path: Path) -> Balance:
     if missing:
         raise LogError(f"{path}: {', '.join(missing)} never logged, though {', '.join(means)} are")
     _check_finite(path, means | {f"{n} of layer {i}": s for (n, i), s in layers.items()})
+    if not any(means[_SURE].values()):
+        raise LogError(f"{path}: {_SURE} is always 0: no layer used moonep; train with {_FLAGS}")
     logged = sorted(set().union(*means.values()))
     whole = [i for i in logged if all(i in means[name] for name in DRAWN)]
     if not whole:
@@ -123,9 +126,8 @@ def _by_layer(
     layers: dict[tuple[str, int], Series], iterations: list[int]
 ) -> tuple[list[int], dict[str, np.ndarray]]:
     """The MoE layers and their values."""
-    # Megatron writes 0 for dense layers, and this is at least 1 in the others.
-    sure = "moonep_hottest_rank_without"
-    numbers = sorted(i for (name, i), s in layers.items() if name == sure and any(s.values()))
+    # Megatron writes 0 for dense layers.
+    numbers = sorted(i for (name, i), s in layers.items() if name == _SURE and any(s.values()))
     names = {name for name, _ in layers} if numbers else set()
     return numbers, {
         name: np.array(
