@@ -7,10 +7,6 @@ lowest, each at its *place*, and a lane has one of them; the first half of the w
 passes and fills that serve it, the second half the relays. In every step all warps agree on the
 least rating and go on from there alike. A pass only says what to move. What fills or relays is
 taken from the giver at once, by the first warp: the next step depends on what the giver has left.
-
-A rating is two words of at most 31 bits, compared one after the other, which also say which step it
-is: from the top *grade* (3 bits), *preference* (31), kind (2), place (7), second place (7) and
-experts (11: those that the giver parts with, or whether a passing rank adds to the flow).
 """
 
 from __future__ import annotations
@@ -19,27 +15,13 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, cute
-from moonep_megatron.kernels import chain, transfers, warp
+from moonep_megatron.kernels import chain, ratings, transfers, warp
 from moonep_megatron.kernels.candidate import EXISTS, FILLS, TRANSFERS, State, append, padded
+from moonep_megatron.kernels.ratings import KEYS, Key, Rating
 
-LIMITS = KEYS = 4
+LIMITS = 4
 CANDIDATES = LIMITS * KEYS
 """Candidate c has the limit number c // KEYS, from the least on, and key c % KEYS."""
-
-_LARGEST, _ABSORBING, _THRIFTY, _SMALLEST = range(KEYS)
-_PASS, _FILL, _RELAY = range(3)
-
-Rating = tuple[Int32, Int32]
-
-
-class _Key(NamedTuple):
-    """How this warp rates: each field is 0 or 1, but the last two."""
-
-    by_gives: Int32
-    by_experts: Int32
-    base: Int32
-    """The preference of a size is base + sign * size."""
-    sign: Int32
 
 
 class _Rank(NamedTuple):
@@ -116,12 +98,12 @@ def grow(
     Fills and relays are already carried out for the giver, with their pieces.
     """
     thread, _, _ = cute.arch.thread_idx()
-    key, relays = _key_of(number % KEYS), Int32(thread >= padded(ranks))
+    key, relays = ratings.key_of(number % KEYS), Int32(thread >= padded(ranks))
     cap, least = _least(s, ranks, homes)
     limit = least + number // KEYS
     mine = _look_up(s, thread % padded(ranks), limit, cap, relays, ranks, homes)
     # Bits of the places that are still to be served.
-    left = [Int32(_ones(ranks - start)) for start in range(0, ranks, warp.WARP)]
+    left = [Int32(ratings.ones(ranks - start)) for start in range(0, ranks, warp.WARP)]
     donor, flow, budget = Int32(0), Int32(0), limit
     row, head, rows, few, many = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     t, served, steps, more = Int32(0), Int32(0), Int32(0), Int32(1)
@@ -136,9 +118,9 @@ def grow(
         if low == warp.MOST:
             more = Int32(0)
         else:
-            kind, place, second, experts, size = _step(high, low, key)
+            kind, place, second, experts, size = ratings.step_of(high, low, key)
             rank, left = s.order[place], _without(left, place)
-            if kind == _PASS:
+            if kind == ratings.PASS:
                 if thread == 0 and flow > 0:
                     append(s, t, donor, rank, flow)
                 t, served = t + Int32(flow > 0), served + 1
@@ -151,7 +133,7 @@ def grow(
                 cut = head + experts - 1
                 if thread < warp.WARP:
                     transfers.part_with(s, donor, rank, rows, head, cut, pieces, homes)
-                if kind == _RELAY:
+                if kind == ratings.RELAY:
                     if thread == 0:
                         append(s, t, rank, s.order[second], Int32(0) - s.ranked[second])
                     left = _without(left, second)
@@ -203,15 +185,7 @@ def _agree(
         s.rated[start + own * 2 + 1] = low
     _meet(ranks)
     words = [s.rated[start + i] for i in range(2 * warps(ranks))]
-    return _least_of(list(zip(words[::2], words[1::2], strict=True)))
-
-
-def _least_of(ratings: list[Rating]) -> Rating:
-    """The least, two by two."""
-    if len(ratings) == 1:
-        return ratings[0]
-    half = len(ratings) // 2
-    return _better(_least_of(ratings[:half]), _least_of(ratings[half:]), Int32(1))
+    return ratings.least_of(list(zip(words[::2], words[1::2], strict=True)))
 
 
 @cute.jit
@@ -222,19 +196,6 @@ def _without(left: list[Int32], place: Int32) -> list[Int32]:
         bit = Int32(place // warp.WARP == g) << place % warp.WARP
         words.append(Int32(left[g] & (bit ^ -1)))
     return words
-
-
-def _ones(bits: int) -> int:
-    """A signed word with the lowest bits set, at most 32."""
-    return -1 if bits >= 32 else (1 << bits) - 1
-
-
-@cute.jit
-def _key_of(number: Int32) -> _Key:
-    base, sign = Int32(warp.MOST), Int32(-1)
-    if number == _SMALLEST:
-        base, sign = Int32(0), Int32(1)
-    return _Key(Int32(number != _LARGEST), Int32(number == _THRIFTY), base, sign)
 
 
 @cute.jit
@@ -304,17 +265,17 @@ def _is_left(left: list[Int32], place: Int32) -> Int32:
 
 
 @cute.jit
-def _pass(mine: _Rank, left: list[Int32], flow: Int32, key: _Key, relays: Int32) -> Rating:
+def _pass(mine: _Rank, left: list[Int32], flow: Int32, key: Key, relays: Int32) -> Rating:
     """How a lane's rank would pass."""
     out = flow + mine.surplus
     gives = Int32(mine.surplus > 0)
     grade = key.by_gives * gives
     grade += key.by_experts * 2 * (Int32(out > mine.one) + Int32(out > mine.two))
     size = cutlass.max(mine.surplus, Int32(0) - mine.surplus)
-    rating = _rating(grade, size, key, Int32(_PASS), mine.place, Int32(0), gives)
+    rating = ratings.rate(grade, size, key, Int32(ratings.PASS), mine.place, Int32(0), gives)
     allowed = _is_left(left, mine.place) & Int32(relays == 0)
     allowed = allowed & Int32(out >= 0) & Int32(out <= mine.passable)
-    return _better((Int32(warp.MOST), Int32(warp.MOST)), rating, allowed)
+    return ratings.better((Int32(warp.MOST), Int32(warp.MOST)), rating, allowed)
 
 
 @cute.jit
@@ -340,7 +301,7 @@ def _give(
     share: _Share,
     giver: _Giver,
     cap: Int32,
-    key: _Key,
+    key: Key,
     relays: Int32,
     best: Rating,
     homes: cutlass.Constexpr[int],
@@ -348,15 +309,15 @@ def _give(
     """A lane's fill or relay where it is better than ``best``."""
     experts = _spare(s, giver, share.rows, cap, homes)
     grade = 2 * (Int32(experts > 1) + Int32(experts > 2))
-    kind = Int32(_FILL)
+    kind = Int32(ratings.FILL)
     if relays != 0:
         # Beyond all others, and the last where more than two experts move.
-        kind, grade = Int32(_RELAY), Int32(6)
+        kind, grade = Int32(ratings.RELAY), Int32(6)
         if experts > 1 or share.room > mine.one:
             grade = Int32(7)
     grade *= key.by_experts
-    rating = _rating(grade, share.rows, key, kind, mine.place, share.second, experts)
-    return _better(best, rating, Int32(experts > 0))
+    rating = ratings.rate(grade, share.rows, key, kind, mine.place, share.second, experts)
+    return ratings.better(best, rating, Int32(experts > 0))
 
 
 @cute.jit
@@ -389,37 +350,3 @@ def _spare(
     # No receiver takes more than a cap of one expert.
     follows = Int32(Int64(budget) * Int64(cap) >= Int64(rest))
     return experts * (Int32(rest > 0) & Int32(budget > 0) & Int32(rest <= most) & follows)
-
-
-@cute.jit
-def _rating(
-    grade: Int32,
-    size: Int32,
-    key: _Key,
-    kind: Int32,
-    place: Int32,
-    second: Int32,
-    experts: Int32,
-) -> Rating:
-    preference = key.base + key.sign * size
-    high = grade << 28 | preference >> 3
-    low = (preference & 7) << 27 | kind << 25 | place << 18 | second << 11 | experts
-    return high, low
-
-
-@cute.jit
-def _step(high: Int32, low: Int32, key: _Key) -> tuple[Int32, Int32, Int32, Int32, Int32]:
-    """Kind, place, second place, experts and size of a rated step."""
-    preference = (high & _ones(28)) << 3 | low >> 27
-    size = (preference - key.base) * key.sign
-    return low >> 25 & 3, low >> 18 & 127, low >> 11 & 127, low & 2047, size
-
-
-@cute.jit
-def _better(best: Rating, rating: Rating, allowed: Int32) -> Rating:
-    """The lesser rating, if the second is allowed."""
-    less = Int32(rating[0] < best[0]) | (Int32(rating[0] == best[0]) & Int32(rating[1] < best[1]))
-    high, low = best
-    if less & allowed != 0:
-        high, low = rating
-    return high, low

@@ -285,10 +285,10 @@ def test_finder_prefers_path_and_obeys_PYTHON(tmp_path: Path):
 
 def test_every_mutation_still_applies() -> None:
     """What `scripts/mutants.py` replaces stands in the package exactly once."""
-    spec = importlib.util.spec_from_file_location("mutants", SCRIPTS / "mutants.py")
-    mutants = importlib.util.module_from_spec(spec)
-    sys.modules["mutants"] = mutants
-    spec.loader.exec_module(mutants)
-    for mutation in mutants.MUTATIONS:
+    spec = importlib.util.spec_from_file_location("mutations", SCRIPTS / "mutations.py")
+    mutations = importlib.util.module_from_spec(spec)
+    sys.modules["mutations"] = mutations
+    spec.loader.exec_module(mutations)
+    for mutation in mutations.MUTATIONS:
         text = (SCRIPTS.parent / "moonep_megatron" / mutation.file).read_text()
         assert text.count(mutation.old) == 1, mutation.name
