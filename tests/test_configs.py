@@ -1,22 +1,18 @@
 """The argument files: Megatron accepts each with `moonep`, and each is the model that it names.
 
 Megatron's own parser, validation and configuration run on every file, as its training scripts run
-them. Two things of a GPU machine are stood in for: the device's capability, which validation
-reads, and Transformer Engine's fused rotary embedding, whose presence it asks for.
+them.
 """
 
 import dataclasses
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from argument_files import CONFIGS, FILES, megatron, parameters, settings
 from ranks import run_ranks
 
-CONFIGS = Path(__file__).parent.parent / "configs"
-FILES = sorted(CONFIGS.glob("*.yaml"))
+from moonep_megatron.config import load_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,87 +51,16 @@ def read(stems):
     results = {}
     for stem in stems:
         try:
-            results[stem] = settings(*megatron(CONFIGS / f"{stem}.yaml"))
+            results[stem] = settings(*megatron(load_arguments(CONFIGS / f"{stem}.yaml")))
         except BaseException as error:
             results[stem] = f"{type(error).__name__}: {error}"
     return results
-
-
-def megatron(path):
-    """Megatron's validated arguments and its configuration for one file."""
-    import moonep_megatron
-    from moonep_megatron.config import load_arguments
-
-    moonep_megatron.enable()
-    from megatron.core.models.common.embeddings import rope_utils
-    from megatron.training import arguments
-
-    torch.cuda.get_device_capability = lambda *_: (9, 0)
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0)
-    rope_utils.fused_apply_rotary_pos_emb = rope_utils.fused_apply_rotary_pos_emb_thd = object()
-    sys.argv = ["script", *load_arguments(path)]
-    args = arguments.parse_args()
-    args.world_size = args.expert_model_parallel_size * args.pipeline_model_parallel_size
-    arguments.validate_args(args)
-    return args, arguments.core_transformer_config_from_args(args)
-
-
-def settings(args, config):
-    """A configuration as a plain dict of numbers, strings and lists."""
-    from moonep_megatron.config import from_arguments
-
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    values |= {"vocab_size": args.vocab_size, "tied": not args.untie_embeddings_and_output_weights}
-    values["max_tokens"] = from_arguments(args).max_tokens
-    plain = (int, float, str, bool, list, type(None))
-    return {k: v for k, v in values.items() if isinstance(v, plain)}
 
 
 @pytest.fixture(scope="module")
 def accepted():
     (results,) = run_ranks(1, read, [file.stem for file in FILES], timeout=240)
     return results
-
-
-def layer_parameters(c):
-    """Parameters of one layer: attention with norms, a dense MLP, one expert, router, shared."""
-    h, heads = c["hidden_size"], c["num_attention_heads"]
-    if c["multi_latent_attention"]:
-        q, kv = c["q_lora_rank"], c["kv_lora_rank"]
-        nope, rope, v = c["qk_head_dim"], c["qk_pos_emb_head_dim"], c["v_head_dim"]
-        query = h * q + q + q * heads * (nope + rope) if q else h * heads * (nope + rope)
-        key_value = h * (kv + rope) + kv + kv * heads * (nope + v)
-        attention = query + key_value + heads * v * h
-    else:
-        d = c["kv_channels"]
-        attention = h * d * (heads + 2 * c["num_query_groups"]) + heads * d * h
-        attention += 2 * d if c["qk_layernorm"] else 0
-    matrices = 3 if c["gated_linear_unit"] else 2
-    return SimpleNamespace(
-        attention=attention + 2 * h,
-        dense=matrices * h * c["ffn_hidden_size"],
-        expert=matrices * h * c["moe_ffn_hidden_size"],
-        shared=matrices * h * (c["moe_shared_expert_intermediate_size"] or 0),
-        router=h * c["num_moe_experts"],
-    )
-
-
-def parameters(c):
-    """All parameters of the main model, those active for a token, and those of one MTP layer."""
-    one = layer_parameters(c)
-    freq = c["moe_layer_freq"]
-    sparse = sum(freq) if isinstance(freq, list) else c["num_layers"] // freq
-    dense = c["num_layers"] - sparse
-    h = c["hidden_size"]
-    embeddings = c["vocab_size"] * h * (1 if c["tied"] else 2)
-    fixed = embeddings + h + c["num_layers"] * one.attention + dense * one.dense
-
-    def moe(experts):
-        return one.router + one.shared + experts * one.expert
-
-    all_, active = moe(c["num_moe_experts"]), moe(c["moe_router_topk"])
-    mtp = one.attention + all_ + 2 * h * h + 3 * h
-    return fixed + sparse * all_, fixed + sparse * active, mtp
 
 
 def test_every_file_is_checked():
@@ -231,7 +156,7 @@ def count_both(path):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    args, config = megatron(path)
+    args, config = megatron(load_arguments(path))
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = NoParameters
