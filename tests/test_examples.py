@@ -65,6 +65,7 @@ def script_words(words):
     """The command line of pretrain_gpt.py as our runner makes it, the argument file's flags too."""
     first = words.index("-m")
     assert words[first : first + 2] == ["-m", "moonep_megatron.run"]
+    assert Path(after(words, "--arguments")).is_absolute()  # found from any folder
     command = run.parse(words[first + 2 :])
     assert Path(command.target).name == "pretrain_gpt.py"
     return command.words
