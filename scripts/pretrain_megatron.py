@@ -59,7 +59,7 @@ TE = "--transformer-impl transformer_engine --moe-grouped-gemm"
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are stopped too
     runs: dict[str, dict[str, Any]] = {}
     problems = []
