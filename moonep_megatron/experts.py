@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from moonep_megatron import gemm
 from moonep_megatron.activation import Activation
 from moonep_megatron.backends.base import Backend, Bounds, Route
+from moonep_megatron.biases import Biases
 from moonep_megatron.slots import SlotPool
 from moonep_megatron.weights import HomeWeights, Projection, Run
 
@@ -108,20 +109,24 @@ class _ExpertMLP(torch.autograd.Function):
         pre_NF1 = receive_MH.new_empty(rows, call.slots.fc1.shape[1])
         out_NH = receive_MH.new_empty(rows, call.slots.fc2.shape[1])
         index = call.route.source_row_N
-        runs = call.home.runs()
+        runs, a = call.home.runs(), call.computed_rows(rows)
+        biases = Biases.gather(call.home, call.backend, call.route)
         _push_all(call, backward=False)
         for weights, bounds in _launches(call, runs, FC1):
             gemm.rows_times_weights(receive_MH, weights, pre_NF1, bounds, index)
-        ctx.call = call
+        if biases:
+            biases.add_to_fc1(pre_NF1[:a])
+        ctx.call, ctx.biases = call, biases
         # Parameters ask for gradients also where none are recorded.
         if call.differentiated and any(ctx.needs_input_grad):
             kept = receive_MH.new_empty(0) if call.dispatch_again else call.backend.keep(receive_MH)
             ctx.save_for_backward(kept, probs_N, pre_NF1)
         call.backend.free_receive()
-        a = call.computed_rows(rows)
         act_NF = call.activation.forward(pre_NF1[:a], probs_N[:a])
         for weights, bounds in _launches(call, runs, FC2):
             gemm.rows_times_weights(act_NF, weights, out_NH, bounds, None)
+        if biases:
+            biases.add_to_fc2(out_NH[:a], probs_N[:a])
         _free_all(call)
         call.backend.join()
         return call.backend.presum(call.route, out_NH)
@@ -141,11 +146,13 @@ class _ExpertMLP(torch.autograd.Function):
         grad1 = HomeGradient(fc1, fc2, order, fused=call.fused)
         grad2 = HomeGradient(fc2, fc1, order, fused=call.fused)
         sweep.run(grad1, grad2)
+        returned = grad1.returned() + grad2.returned()
+        if ctx.biases:
+            returned += sweep.biases(ctx.biases)
         call.backend.free_receive()
         d_receive_MH = None
         if gather_follows(ctx):
             d_receive_MH = call.backend.presum(call.route, sweep.d_x_NH, sweep.d_probs_N)
-        returned = grad1.returned() + grad2.returned()
         return None, d_receive_MH, sweep.d_probs_N, *returned
 
 
@@ -201,6 +208,21 @@ class _Backward:
             self.pre_NF1[:a], self.probs_N[:a], self.d_act_NF[:a]
         )
         self.d_probs_N = F.pad(d_probs, (0, self.probs_N.shape[0] - a))
+
+    def biases(self, biases: Biases) -> list[Tensor | None]:
+        """Gradients of the biases for autograd; what they add to those of the probabilities."""
+        call, a = self.call, self.act_NF.shape[0]
+        biases.add_to_d_probs(self.d_probs_N[:a], self.d_sums_MH)
+        groups = 2 * call.home.count
+        gradients = biases.gradients(
+            self.d_pre_NF1, self.d_sums_MH, self.probs_N[:a], call.bounds(0, groups)
+        )
+        returned: list[Tensor | None] = []
+        for projection, wide in zip((call.home.fc1, call.home.fc2), gradients, strict=True):
+            parameters = projection.bias_parameters
+            gradient = wide.to(parameters[0].dtype)
+            returned += [gradient] if parameters[0].dim() == 2 else gradient.unbind(0)
+        return returned
 
     def _home_weights(self, projection: int, gradient: HomeGradient) -> None:
         for run in self.runs:

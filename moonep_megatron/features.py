@@ -176,7 +176,13 @@ FEATURES: tuple[Feature, ...] = (
         "activation_func",
         "activation_func_fp8_input_store",
     ),
-    _refused("experts with biases", "", "add_bias_linear"),
+    _yes(
+        "experts with biases (collective backend)",
+        "",
+        "test_layer.py::test_biases",
+        "test_gradients.py::test_every_place_of_gradients_of_biases",
+    ),
+    _unproven("experts with biases (symmetric backend)", "", "gpu/test_moe_layer.py::test_biases"),
     _yes(
         "fp32, fp16 and bf16",
         "--fp16 --bf16",

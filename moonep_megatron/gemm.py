@@ -85,10 +85,10 @@ def add_weight_gradients(
         grads_goi.zero_()
     for i, a, b in _groups(bounds):
         d, x = _read(d_out, a, b, out_index), _read(rows, a, b, row_index)
-        grads_goi[i] += _wide_product(d.mT, x, grads_goi.dtype)
+        grads_goi[i] += wide_product(d.mT, x, grads_goi.dtype)
 
 
-def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """``a @ b`` rounded once to ``dtype``, never through a narrower one."""
     if a.dtype == dtype:
         return a @ b

@@ -156,13 +156,6 @@ REFUSED: tuple[Refusal, ...] = (
         flag=None,
     ),
     Refusal(
-        "add_bias_linear",
-        "the biases of experts would not travel with their duplicates",
-        when="missing",
-        remedy="set --disable-bias-linear",
-        flag="--disable-bias-linear",
-    ),
-    Refusal(
         "activation_func",
         _MLP,
         when="none of silu, gelu, relu, squared_relu, quick_gelu",

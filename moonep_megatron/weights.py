@@ -83,6 +83,11 @@ class Projection:
         return _parameters(self.experts, self.name, self.count)
 
     @property
+    def bias_parameters(self) -> list[nn.Parameter]:
+        """N parameters [out], or a single grouped one [n, out], or none."""
+        return _parameters(self.experts, self.name, self.count, "bias")
+
+    @property
     def grouped(self) -> bool:
         """Whether all experts share one parameter."""
         return self.parameters[0].dim() == 3
@@ -99,6 +104,11 @@ class Projection:
         if len(present) < len(parameters):
             return None
         return self._experts([g.view(p.shape) for g, p in zip(present, parameters, strict=True)])
+
+    def biases(self) -> Tensor:
+        """[n, out], a copy or the parameter's memory."""
+        biases = [p.data for p in self.bias_parameters]
+        return torch.stack(biases) if biases[0].dim() == 1 else biases[0]
 
     def per_parameter(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Turn n gradients [out, in] into one for each parameter."""
@@ -174,8 +184,14 @@ class HomeWeights:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters, FC1 before FC2."""
-        return self.fc1.parameters + self.fc2.parameters
+        """All weights, FC1's before FC2's, then all biases."""
+        weights = self.fc1.parameters + self.fc2.parameters
+        return weights + self.fc1.bias_parameters + self.fc2.bias_parameters
+
+    @property
+    def biased(self) -> bool:
+        """Whether the experts have biases."""
+        return bool(self.fc1.bias_parameters)
 
     def order(self) -> list[int]:
         """Local expert indices in memory order: the order of this rank's home row groups."""
@@ -269,22 +285,26 @@ class HomeWeights:
         self._order, self._stretches = order, stretches
 
 
-def _parameters(experts: nn.Module, name: str, count: int) -> list[nn.Parameter]:
-    """The parameters of one projection by local expert index."""
-    kind = type(experts).__name__
-    if kind == "SequentialMLP":
+def _parameters(
+    experts: nn.Module, name: str, count: int, kind: str = "weight"
+) -> list[nn.Parameter]:
+    """The weights or biases of one projection by local expert index; none where it has none."""
+    module = type(experts).__name__
+    if module == "SequentialMLP":
         for i, expert in _indexed(experts):
             if type(expert).__name__ != "MLP":
                 raise _unknown(f"expert {i}", expert, ("MLP",))
         linears = [_plain(getattr(e, name), f"{name} of expert {i}") for i, e in _indexed(experts)]
-        return [linear.weight for linear in linears]
-    if kind == "TEGroupedMLP":
+        found = [getattr(linear, kind) for linear in linears]
+    elif module == "TEGroupedMLP":
         linear = _plain(getattr(experts, name), name)
-        weight = getattr(linear, "weight", None)
-        if isinstance(weight, nn.Parameter):
-            return [weight]
-        return [getattr(linear, f"weight{i}") for i in range(count)]
-    raise _unknown("the expert module", experts, ("SequentialMLP", "TEGroupedMLP"))
+        found = [getattr(linear, kind, None)]
+        if not isinstance(found[0], nn.Parameter):
+            found = [getattr(linear, f"{kind}{i}", None) for i in range(count)]
+    else:
+        raise _unknown("the expert module", experts, ("SequentialMLP", "TEGroupedMLP"))
+    # Transformer Engine has empty tensors in the place of biases that are not there.
+    return [parameter for parameter in found if isinstance(parameter, nn.Parameter)]
 
 
 def _indexed(experts: nn.Module) -> Iterator[tuple[int, nn.Module]]:

@@ -15,6 +15,7 @@ class Mutation:
 
 
 EXPERTS, COLLECTIVE = "experts.py", "backends/collective.py"
+BIASES = "tests/test_layer.py::test_biases"
 MUTATIONS = (
     Mutation(
         "duplicate gradient dropped",
@@ -288,5 +289,26 @@ MUTATIONS = (
         '[f"choices.{field.name}" for field in fields(Choices)]',
         "[]",
         "tests/test_features_graphs.py::test_state_crosses_from_a_graph_in_tensors_alone",
+    ),
+    Mutation(
+        "biases of duplicates have no gradient",
+        "backends/base.py",
+        "        dist.all_reduce(gradients_EW, group=self.group)\n",
+        "",
+        BIASES,
+    ),
+    Mutation(
+        "bias of FC2 without its probability",
+        "biases.py",
+        "torch.where(select_NG, probs_N[:, None], 0)",
+        "select_NG",
+        BIASES,
+    ),
+    Mutation(
+        "bias of FC2 not in the gradients of probabilities",
+        EXPERTS,
+        "        biases.add_to_d_probs(self.d_probs_N[:a], self.d_sums_MH)\n",
+        "",
+        BIASES,
     ),
 )

@@ -148,12 +148,15 @@ def device() -> torch.device:
 
 
 def weights(case: Case) -> tuple[Tensor, Tensor]:
-    """FC1 [E,I,H] and FC2 [E,H,F] of all experts, in the case's dtype."""
+    """FC1 [E,I,H] and FC2 [E,H,F] of all experts, in the case's dtype; biases as a last column."""
     g = torch.Generator().manual_seed(case.seed)
     inner = case.ffn * (2 if case.expert.gated else 1)
     fc1 = torch.randn(case.experts, inner, case.hidden, generator=g, dtype=torch.float64)
     fc2 = torch.randn(case.experts, case.hidden, case.ffn, generator=g, dtype=torch.float64)
     fc1, fc2 = fc1 / case.hidden**0.5, fc2 / case.ffn**0.5
+    if case.expert.biased:
+        biases = (torch.randn(*w.shape[:2], 1, generator=g, dtype=w.dtype) for w in (fc1, fc2))
+        fc1, fc2 = (torch.cat(pair, dim=2) for pair in zip((fc1, fc2), biases, strict=True))
     return fc1.to(device(), case.dtype), fc2.to(device(), case.dtype)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class GroupedLinear(nn.Module):
-    """n linear layers without bias; rows are grouped by expert."""
+    """n linear layers; rows are grouped by expert."""
 
     def __init__(
         self, n: int, inputs: int, outputs: int, config: TransformerConfig, single_weight: bool
@@ -23,20 +23,35 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.config = config
         self.num_gemms, self.in_features, self.out_features = n, inputs, outputs
-        self.use_bias = False
+        self.use_bias = config.add_bias_linear
         self.single_grouped_weight = single_weight
         self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
         shape = (n, outputs, inputs) if single_weight else (outputs, inputs)
-        for name in ["weight"] if single_weight else [f"weight{i}" for i in range(n)]:
+        shapes = dict.fromkeys(["weight"] if single_weight else self._names("weight"), shape)
+        if self.use_bias:
+            shapes |= dict.fromkeys(self._names("bias"), (outputs,))
+        for name, shape in shapes.items():
             parameter = nn.Parameter(torch.zeros(shape, dtype=config.params_dtype))
             # As Megatron marks expert parameters: their gradients reduce over expert data parallel.
             parameter.allreduce = config.expert_model_parallel_size == 1
             self.register_parameter(name, parameter)
 
     def forward(self, rows_MH: Tensor, counts: list[int]) -> tuple[Tensor, None]:
-        weights = self.weight if self.single_grouped_weight else list(self.parameters())
+        weights = self.weight if self.single_grouped_weight else self._all("weight")
         parts = rows_MH.split(counts)
         return torch.cat([part @ w.T for part, w in zip(parts, weights, strict=True)]), None
+
+    def biases(self, counts: list[int]) -> Tensor | float:
+        """Those of every row."""
+        if not self.use_bias:
+            return 0.0
+        return torch.stack(self._all("bias")).repeat_interleave(torch.tensor(counts), dim=0)
+
+    def _names(self, kind: str) -> list[str]:
+        return [f"{kind}{i}" for i in range(self.num_gemms)]
+
+    def _all(self, kind: str) -> list[nn.Parameter]:
+        return [getattr(self, name) for name in self._names(kind)]
 
 
 class TEColumnParallelGroupedLinear(GroupedLinear):
@@ -79,6 +94,7 @@ class TEGroupedMLP(MegatronModule):
     def forward(self, rows_MH: Tensor, counts_n: Tensor, probs_M: Tensor) -> tuple[Tensor, None]:
         counts = counts_n.tolist()
         inner_MI, _ = self.linear_fc1(rows_MH, counts)
+        inner_MI = inner_MI + self.linear_fc1.biases(counts)
         act = self.config.activation_func
         if self.config.gated_linear_unit:
             gate_MF, linear_MF = inner_MI.chunk(2, dim=-1)
@@ -86,4 +102,6 @@ class TEGroupedMLP(MegatronModule):
         else:
             inner_MF = act(inner_MI)
         scaled_MF = (inner_MF * probs_M[:, None]).to(inner_MF.dtype)
-        return self.linear_fc2(scaled_MF, counts)
+        out_MH, _ = self.linear_fc2(scaled_MF, counts)
+        biases = self.linear_fc2.biases(counts) * probs_M[:, None]
+        return (out_MH + biases).to(out_MH.dtype), None

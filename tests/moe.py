@@ -4,7 +4,7 @@
 Everything here runs on a rank of ``ranks.run_ranks``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -79,7 +79,7 @@ def transformer_config(case: Case, dispatcher: str) -> TransformerConfig:
         tensor_model_parallel_size=case.tp,
         expert_tensor_parallel_size=1,
         sequence_parallel=case.tp > 1,
-        add_bias_linear=False,
+        add_bias_linear=expert.biased,
         gated_linear_unit=expert.gated,
         activation_func=ACTIVATIONS[expert.activation],
         activation_func_clamp_value=expert.clamp,
@@ -104,6 +104,9 @@ def build(case: Case, dispatcher: str) -> nn.Module:
         most = max(max(tokens) for tokens in case.tokens_mr)
         enable(MoonEPConfig(**({"max_tokens": max(most, 1)} | dict(case.moonep))))
     te = case.form == "te"
+    if case.expert.biased:
+        # SequentialMLP adds its bias in place to what this Function returns, which torch refuses.
+        layers.reduce_from_tensor_model_parallel_region = lambda rows, group=None: rows
     spec = get_moe_module_spec(use_te=te, num_experts=case.experts, moe_grouped_gemm=te)
     if case.form in ("grouped", "single"):
         single = case.form == "single"
@@ -124,25 +127,34 @@ def home_experts(layer: nn.Module) -> slice:
     return slice(first, first + n)
 
 
-def expert_parameters(layer: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """FC1 and FC2 parameters: one an expert, or a single one over all of the rank's experts."""
-    experts = layer.experts
-    if hasattr(experts, "local_experts"):
-        return (
-            [expert.linear_fc1.weight for expert in experts.local_experts],
-            [expert.linear_fc2.weight for expert in experts.local_experts],
-        )
-    return list(experts.linear_fc1.parameters()), list(experts.linear_fc2.parameters())
+def expert_parameters(
+    layer: nn.Module, kind: str = "weight"
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Of FC1 and FC2: one an expert, or a single one over all of the rank's experts."""
+    owners = getattr(layer.experts, "local_experts", [layer.experts])
+
+    def of(fc: str) -> list[nn.Parameter]:
+        named = [pair for owner in owners for pair in getattr(owner, fc).named_parameters()]
+        return [parameter for name, parameter in named if name.startswith(kind)]
+
+    return of("linear_fc1"), of("linear_fc2")
 
 
-def stacked(tensors: list[Tensor]) -> Tensor:
-    return torch.stack(tensors) if tensors[0].dim() == 2 else tensors[0].clone()
+def stacked(weights: list[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
+    """[n, out, in], with biases as a last column."""
+    whole = torch.stack(weights) if weights[0].dim() == 2 else weights[0].clone()
+    return torch.cat((whole, torch.stack(list(biases))[..., None]), dim=2) if biases else whole
 
 
 @torch.no_grad()
 def set_weights(layer: nn.Module, fc1_EIH: Tensor, fc2_EHF: Tensor) -> None:
-    for parameters, full in zip(expert_parameters(layer), (fc1_EIH, fc2_EHF), strict=True):
+    weights, biases = (expert_parameters(layer, kind) for kind in ("weight", "bias"))
+    for parameters, added, full in zip(weights, biases, (fc1_EIH, fc2_EHF), strict=True):
         home = full[home_experts(layer)]
+        if added:
+            for parameter, value in zip(added, home[..., -1], strict=True):
+                parameter.copy_(value)
+            home = home[..., :-1]
         values = list(home) if parameters[0].dim() == 2 else [home]
         for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)
@@ -220,14 +232,19 @@ def run_layer(layer: nn.Module, model: nn.Module, case: Case, dispatcher: str) -
     if model is not layer:
         model.finish_grad_sync()
         assert all(parameter.grad is None for parameter in layer.parameters()), "a hook did not run"
-    fc1, fc2 = expert_parameters(layer)
+    fc1, fc2 = (
+        stacked([gradient(p) for p in weights], [gradient(p) for p in biases]).cpu()
+        for weights, biases in zip(
+            expert_parameters(layer), expert_parameters(layer, "bias"), strict=True
+        )
+    )
     return SimpleNamespace(
         output=[output.detach()[:, 0].cpu() for output in outputs],
         grad_tokens=[hidden.grad[:, 0].cpu() for hidden in tokens],
         grad_probs=[
             p.grad.gather(1, b.ids_sK).cpu() for p, b in zip(router.probs, parts, strict=True)
         ],
-        grad_fc1=stacked([gradient(parameter) for parameter in fc1]).cpu(),
-        grad_fc2=stacked([gradient(parameter) for parameter in fc2]).cpu(),
+        grad_fc1=fc1,
+        grad_fc2=fc2,
         records=records,
     )

@@ -38,21 +38,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Expert:
-    """How one expert computes: ``activation`` names an entry of ``ACTIVATIONS``."""
+    """How one expert computes: ``activation`` names an entry of ``ACTIVATIONS``.
+
+    Where it has biases, they are the last column of its weights.
+    """
 
     activation: str = "silu"
     gated: bool = True
     clamp: float | None = None
     offset: float = 0.0
     probs_on_input: bool = False
+    biased: bool = False
 
     def __call__(self, x_MH: Tensor, probs_M: Tensor, fc1_IH: Tensor, fc2_HF: Tensor) -> Tensor:
         if self.probs_on_input:
-            x_MH = x_MH * probs_M[:, None]
-        inner_MF = self._activate(x_MH @ fc1_IH.T)
-        if not self.probs_on_input:
-            inner_MF = inner_MF * probs_M[:, None]
-        return inner_MF @ fc2_HF.T
+            x_MH, probs_M = x_MH * probs_M[:, None], torch.ones_like(probs_M)
+        fc1, bias1, fc2, bias2 = fc1_IH, 0, fc2_HF, 0
+        if self.biased:
+            (fc1, bias1), (fc2, bias2) = ((w[:, :-1], w[:, -1]) for w in (fc1_IH, fc2_HF))
+        inner_MF = self._activate(x_MH @ fc1.T + bias1)
+        return (inner_MF @ fc2.T + bias2) * probs_M[:, None]
 
     def _activate(self, inner_MI: Tensor) -> Tensor:
         act = ACTIVATIONS[self.activation]

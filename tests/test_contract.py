@@ -13,6 +13,7 @@ from cases import Case, batch
 from compare import compare
 from moe import build, expert_parameters, run_case
 from ranks import Layout, run_ranks
+from reference import Expert
 from strict import strict
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +34,7 @@ def _strictly(function: Callable[..., Any], *args: Any) -> Any:
         {"grads": "fused", "form": "grouped"},
         {"grads": "bf16_main_grad", "dtype": torch.bfloat16},
         {"topk": 1, "experts": 4},
+        {"expert": Expert(biased=True)},
         {"config": (("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))},
     ],
     ids=str,

@@ -171,8 +171,6 @@ def _configurations_are_checked_when_they_are_built():
     tensor = dict(tensor_model_parallel_size=2, sequence_parallel=True)
     raises(ValueError, "--expert-tensor-parallel-size", config, **tensor)
     config(**tensor, expert_tensor_parallel_size=1)
-    raises(ValueError, "--disable-bias-linear", config, add_bias_linear=True,
-           expert_tensor_parallel_size=1)  # fmt: skip
     raises(ValueError, "--moe-moonep-slots = 2", config, expert_model_parallel_size=4)
     raises(ValueError, "--num-experts", config, num_moe_experts=6, expert_model_parallel_size=4)
     # Megatron's own dispatchers are none of our business.
@@ -180,12 +178,12 @@ def _configurations_are_checked_when_they_are_built():
                     moe_shared_expert_intermediate_size=16)  # fmt: skip
     assert shared.moe_token_dispatcher_type == "alltoall"
     # A configuration without experts has no dispatcher.
-    config(num_moe_experts=None, add_bias_linear=True)
+    config(num_moe_experts=None, moe_expert_capacity_factor=1.0)
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    raises(ValueError, "--disable-bias-linear", MLATransformerConfig, num_layers=1, hidden_size=16,
-           num_attention_heads=2, num_moe_experts=4, moe_token_dispatcher_type="moonep",
-           multi_latent_attention=True, expert_tensor_parallel_size=1)  # fmt: skip
+    raises(ValueError, "--moe-expert-capacity-factor", MLATransformerConfig, num_layers=1,
+           hidden_size=16, num_attention_heads=2, num_moe_experts=4, multi_latent_attention=True,
+           moe_token_dispatcher_type="moonep", moe_expert_capacity_factor=1.0)  # fmt: skip
 
     # A failure inside Megatron's own checks leaves the name as the user wrote it.
     broken = config("alltoall")
@@ -194,7 +192,7 @@ def _configurations_are_checked_when_they_are_built():
     raises(ValueError, "", TransformerConfig.__post_init__, broken)
     assert broken.moe_token_dispatcher_type == "moonep"
     moonep_megatron.disable()
-    config(add_bias_linear=True, expert_tensor_parallel_size=1)
+    config("alltoall", moe_expert_capacity_factor=1.0)
 
 
 def _a_second_enable_changes_only_the_configuration():

@@ -17,7 +17,7 @@ from compare import assert_same_bits, check
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from moe import build, expert_parameters, run_case, stacked, wrap
 from ranks import Layout, run_ranks
-from reference import error
+from reference import Expert, error
 from torch import Tensor
 
 OVERLAP = (("overlap_grad_reduce", True), ("bucket_size", 1))
@@ -45,6 +45,31 @@ def test_every_place_of_gradients(grads: str) -> None:
             for form in ("sequential", "grouped", "single")
             for dtype in dtypes
             for ddp in (((), OVERLAP) if grads != "plain" else ((),))
+        ]
+    )
+
+
+def test_every_place_of_gradients_of_biases() -> None:
+    """Autograd brings them, whatever becomes of the weights'."""
+    check(
+        [
+            Case(
+                name=f"{grads} {form} {dict(ddp)}",
+                ranks=4,
+                ep=2,
+                expert=Expert(biased=True),
+                grads=grads,
+                form=form,
+                routing=SKEWED,
+                ddp=ddp,
+                moonep=(("slots", slots),),
+            )
+            for grads, form, ddp, slots in (
+                ("main_grad", "sequential", OVERLAP, 1),
+                ("main_grad", "grouped", (), 4),
+                ("fused", "grouped", OVERLAP, 4),
+                ("fused", "single", OVERLAP, 2),
+            )
         ]
     )
 
@@ -136,7 +161,9 @@ def test_optimizer_steps_equal_those_of_alltoall() -> None:
         for grads, form in (("main_grad", "sequential"), ("fused", "grouped"))
         for ddp in (OVERLAP, (("use_distributed_optimizer", True),), DISTRIBUTED)
     ]
+    biased = Expert(biased=True)
     cases.append(dataclasses.replace(cases[-1], name="bf16", dtype=torch.bfloat16))
+    cases.append(dataclasses.replace(cases[2], name="biased", expert=biased))
     for rank in run_ranks(4, _train, cases, 4, layout=Layout(ep=2, expert_tp=1), timeout=120):
         for case, trained in zip(cases, rank, strict=True):
             close = 2e-5 if case.dtype == torch.float32 else 2e-2

@@ -185,6 +185,39 @@ def test_activations_in_every_form_of_weights() -> None:
     )
 
 
+def test_biases() -> None:
+    """In every form of weights, with few slots, ragged, and in the experts of gpt-oss."""
+    gated, plain = Expert(biased=True), Expert(biased=True, gated=False, activation="gelu")
+    oss = Expert(biased=True, activation="quick_gelu", clamp=1.5, offset=1.0)
+    on_input = Expert(biased=True, probs_on_input=True)
+    two = ("hot_rank", "zipf")
+    check(
+        [
+            *(
+                Case(name=f"{form} {expert}", form=form, expert=expert, routing=two)
+                for form in FORMS
+                for expert in (gated, plain)
+            ),
+            Case(name="gpt-oss", expert=oss, dtype=torch.bfloat16, topk=4, routing=two),
+            Case(name="fp64", expert=oss, dtype=torch.float64, routing=two),
+            Case(name="probs on input", expert=on_input, topk=1, routing=two),
+            Case(
+                name="waves and ragged",
+                ranks=4,
+                experts=16,
+                expert=gated,
+                tokens=((5, 0, 31, 12), (0, 3, 7, 1)),
+                routing=two,
+                moonep=(("slots", 1), ("max_tokens", 31)),
+            ),
+            *(
+                Case(name=f"R={ranks}", ranks=ranks, experts=2 * ranks, expert=gated, routing=two)
+                for ranks in (1, 8)
+            ),
+        ]
+    )
+
+
 def test_clamp_offset_and_probabilities_on_the_input() -> None:
     clamped = Expert(activation="quick_gelu", clamp=0.6, offset=1.0)
     on_input = [Expert(probs_on_input=True, gated=gated) for gated in (True, False)]

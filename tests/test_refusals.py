@@ -79,7 +79,6 @@ REFUSED_CASES = {
     "moe_dispatch_fwd_dtype": [{"moe_dispatch_fwd_dtype": "mxfp8"}],
     "moe_combine_bwd_dtype": [{"moe_combine_bwd_dtype": "mxfp8"}],
     "enable_autocast": [{"enable_autocast": True}],
-    "add_bias_linear": [{"add_bias_linear": True}],
     "activation_func": [
         {"activation_func": fast_gelu},
         {"activation_func": torch.tanh},
@@ -159,7 +158,8 @@ ACCEPTED = [
     {},
     {"num_moe_experts": 4, "moe_moonep_slots": 1},
     {"moe_moonep_slots": 2},
-    {"num_moe_experts": None, "add_bias_linear": True, "fp8": "hybrid"},
+    {"num_moe_experts": None, "fp8": "hybrid"},
+    {"add_bias_linear": True},
     {"expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     {"moe_expert_capacity_factor": None},
     {"moe_mlp_glu_interleave_size": None},
@@ -239,10 +239,10 @@ def test_accepted(settings):
 
 
 def test_check_names_everything_at_once():
-    config = megatron_config(add_bias_linear=True, moe_expert_capacity_factor=1.0)
+    config = megatron_config(fp8="hybrid", moe_expert_capacity_factor=1.0)
     with pytest.raises(ValueError) as error:
         moonep.check(config, MoonEPConfig())
-    assert "--disable-bias-linear" in str(error.value)
+    assert "--fp8-format" in str(error.value)
     assert "--moe-expert-capacity-factor" in str(error.value)
 
 

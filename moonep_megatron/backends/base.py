@@ -94,6 +94,7 @@ class Backend(ABC):
     The sums from `presum` are lent until the `gather` that follows it.
     """
 
+    group: dist.ProcessGroup
     rank: int
     size: int
     slots: int
@@ -253,6 +254,17 @@ class Backend(ABC):
 
     def join(self) -> None:
         """Let work queued from here on begin when pushes and pulls of this rank are done."""
+
+    def gather_biases(self, biases_nW: Tensor) -> Tensor:
+        """[E, W], the biases of all experts, from those [n, W] of each rank."""
+        parts = [torch.empty_like(biases_nW) for _ in range(self.size)]
+        dist.all_gather(parts, biases_nW, group=self.group)
+        return torch.cat(parts)
+
+    def sum_bias_gradients(self, gradients_EW: Tensor) -> Tensor:
+        """[n, W] of this rank's experts, summed over what all ranks have [E, W]; overwrites it."""
+        dist.all_reduce(gradients_EW, group=self.group)
+        return gradients_EW.chunk(self.size)[self.rank]
 
 
 def gather_objects[T](group: dist.ProcessGroup, mine: T) -> list[T]:

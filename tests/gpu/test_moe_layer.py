@@ -208,6 +208,23 @@ def test_activations() -> None:
     check([*cases, layer_case(str(on_input), 2, expert=on_input, topk=1, routing=("hot_rank",))])
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_biases(size: int) -> None:
+    """Behind the last row, which ragged ranks leave open, nothing may reach a gradient."""
+    biased = Expert(biased=True)
+    oss = Expert(biased=True, activation="quick_gelu", clamp=1.5, offset=1.0)
+    two = ("hot_rank", "zipf")
+    cases = [
+        layer_case("plain", size, expert=biased, routing=two),
+        layer_case("gpt-oss", size, expert=oss, topk=4, dtype=torch.bfloat16, routing=two),
+        layer_case("main_grad", size, expert=biased, grads="main_grad", ddp=DISTRIBUTED[:-1]),
+        layer_case("ragged", size, expert=biased, tokens=((MAX_TOKENS, *range(size - 1)),)),
+    ]
+    if TE:
+        cases.append(layer_case("Transformer Engine", size, expert=biased, form="te", routing=two))
+    check(cases)
+
+
 @pytest.mark.parametrize("size", [2, 8])
 def test_a_layer_of_some_size(size: int) -> None:
     check(
