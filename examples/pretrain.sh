@@ -35,6 +35,7 @@ layers="--recompute-granularity full --recompute-method uniform --recompute-num-
 case $config in
   tiny)             nodes=1  gpus=4 memory="" ;;
   olmoe_1b_7b)      nodes=1  gpus=8 memory="" ;;
+  gpt_oss_20b)      nodes=1  gpus=8 memory="" ;;
   deepseek_v2_lite) nodes=1  gpus=8 memory="" ;;
   qwen3_30b_a3b)    nodes=2  gpus=8 memory="" ;;
   mixtral_8x7b)     nodes=4  gpus=8 memory="" ;;

@@ -97,7 +97,10 @@ def unknown_activation(value: Any, _: Settings) -> bool:
     import torch.nn.functional as F  # noqa: PLC0415
     from megatron.core.activations import quick_gelu, squared_relu  # noqa: PLC0415
 
-    return value not in (F.silu, F.gelu, F.relu, squared_relu, quick_gelu)
+    # --quick-geglu names this second one, of the same function.
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu as fused  # noqa: PLC0415
+
+    return value not in (F.silu, F.gelu, F.relu, squared_relu, quick_gelu, fused)
 
 
 def clamp_ignored_by_fusion(value: Any, at: Settings) -> bool:

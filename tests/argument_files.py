@@ -10,9 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from packaging.version import Version
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))
+SINCE = {"gpt_oss_20b": "0.19.0"}
+"""The first Megatron-LM that has all flags of a file, where older supported ones do not."""
+
+
+def too_old(stem, version):
+    """Whether a Megatron-LM lacks flags of a file."""
+    return Version(version) < Version(SINCE.get(stem, "0"))
 
 
 def megatron(words, ranks=None):
@@ -51,7 +59,7 @@ def settings(args, config):
 
 def layer_parameters(c):
     """Parameters of one layer: attention with norms, a dense MLP, one expert, router, shared."""
-    h, heads = c["hidden_size"], c["num_attention_heads"]
+    h, heads, biased = c["hidden_size"], c["num_attention_heads"], c["add_bias_linear"]
     if c["multi_latent_attention"]:
         q, kv = c["q_lora_rank"], c["kv_lora_rank"]
         nope, rope, v = c["qk_head_dim"], c["qk_pos_emb_head_dim"], c["v_head_dim"]
@@ -59,17 +67,20 @@ def layer_parameters(c):
         key_value = h * (kv + rope) + kv + kv * heads * (nope + v)
         attention = query + key_value + heads * v * h
     else:
-        d = c["kv_channels"]
-        attention = h * d * (heads + 2 * c["num_query_groups"]) + heads * d * h
+        d, inputs = c["kv_channels"], heads + 2 * c["num_query_groups"]
+        attention = h * d * inputs + heads * d * h
         attention += 2 * d if c["qk_layernorm"] else 0
+        attention += d * inputs + h if biased else 0
+        attention += heads if c["softmax_type"] == "learnable" else 0
     width = c.get("moe_latent_size") or h
     matrices = 3 if c["gated_linear_unit"] else 2
+    biases = (matrices - 1) * c["moe_ffn_hidden_size"] + width if biased else 0
     return SimpleNamespace(
         attention=attention + 2 * h,
         dense=matrices * h * c["ffn_hidden_size"],
-        expert=matrices * width * c["moe_ffn_hidden_size"],
+        expert=matrices * width * c["moe_ffn_hidden_size"] + biases,
         shared=matrices * h * (c["moe_shared_expert_intermediate_size"] or 0),
-        router=h * c["num_moe_experts"] + (2 * h * width if width != h else 0),
+        router=(h + biased) * c["num_moe_experts"] + (2 * h * width if width != h else 0),
     )
 
 

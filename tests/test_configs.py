@@ -9,7 +9,8 @@ import dataclasses
 import pytest
 import torch
 import yaml
-from argument_files import CONFIGS, FILES, megatron, parameters, settings
+from argument_files import CONFIGS, FILES, megatron, parameters, settings, too_old
+from megatron.core.package_info import __version__
 from ranks import run_ranks
 
 from moonep_megatron.config import load_arguments
@@ -31,9 +32,9 @@ class Published:
 
 
 # Mixtral: the announcements of both models. Qwen3: the model cards of both. OLMoE, DeepSeek-V2-Lite
-# and Kimi K2: the model cards, whose figures have few digits. DeepSeek-V3: the
-# description of the weight files beside its model card (of its versions, the one that counts the
-# output layer and not the input embedding as active).
+# and Kimi K2: the model cards, whose figures have few digits. gpt-oss: the model card.
+# DeepSeek-V3: the description of the weight files beside its model card (of its versions, the one
+# that counts the output layer and not the input embedding as active).
 PUBLISHED = {
     "mixtral_8x7b": Published(46.7, 12.9, 0.01 * 12.9),
     "mixtral_8x22b": Published(141.0, 39.0, 0.01 * 39.0),
@@ -42,6 +43,7 @@ PUBLISHED = {
     "olmoe_1b_7b": Published(6.9, 1.3, 0.05),  # published to one digit
     "deepseek_v2_lite": Published(15.7, 2.4, 0.06, counts_embedding=False),
     "kimi_k2": Published(1000.0, 32.0, 0.5, counts_embedding=False, total_within=0.03),
+    "gpt_oss_20b": Published(20.91, 3.61, 0.01, counts_embedding=False, total_within=0.001),
     "deepseek_v3": Published(671.0, 36.6, 0.01 * 36.6, counts_embedding=False, mtp=11.5),
 }
 
@@ -57,6 +59,11 @@ def read(stems):
     return results
 
 
+def skip_if_too_old(stem):
+    if too_old(stem, __version__):
+        pytest.skip(f"Megatron-LM {__version__} lacks flags of this file")
+
+
 @pytest.fixture(scope="module")
 def accepted():
     (results,) = run_ranks(1, read, [file.stem for file in FILES], timeout=240)
@@ -69,6 +76,7 @@ def test_every_file_is_checked():
 
 @pytest.mark.parametrize("stem", [file.stem for file in FILES])
 def test_megatron_accepts(accepted, stem):
+    skip_if_too_old(stem)
     assert isinstance(accepted[stem], dict), accepted[stem]
     assert accepted[stem]["moe_token_dispatcher_type"] == "moonep"
     assert accepted[stem]["expert_tensor_parallel_size"] == 1
@@ -76,8 +84,31 @@ def test_megatron_accepts(accepted, stem):
     assert accepted[stem]["max_tokens"] == words["seq-length"] * words["micro-batch-size"]
 
 
+def read_file(path):
+    _, config = megatron(load_arguments(path))
+    return config.activation_func.__name__, config.gated_linear_unit
+
+
+@pytest.mark.parametrize(
+    ("flag", "function"),
+    [
+        ("swiglu", ("silu", True)),
+        ("quick-geglu", ("quick_gelu", True)),
+        ("squared-relu", ("squared_relu", False)),
+        (None, ("gelu", False)),
+    ],
+)
+def test_every_activation_that_a_flag_names(flag, function, tmp_path):
+    words = yaml.safe_load((CONFIGS / "tiny.yaml").read_text())
+    del words["swiglu"]
+    file = tmp_path / "changed.yaml"
+    file.write_text(yaml.safe_dump(words | ({flag: True} if flag else {})))
+    assert run_ranks(1, read_file, file) == [function]
+
+
 @pytest.mark.parametrize("stem", PUBLISHED)
 def test_parameters_are_as_published(accepted, stem):
+    skip_if_too_old(stem)
     published = PUBLISHED[stem]
     total, active, mtp = (count / 1e9 for count in parameters(accepted[stem]))
     print(f"{stem}: {total:.3f} total, {active:.3f} active, {mtp:.3f} MTP")
@@ -133,9 +164,14 @@ LEFT_OUT = ("pipeline", "mtp", "overlap", "use-distributed-optimizer", "bf16")
         ("tiny", {"expert-model-parallel-size": 1}),
         ("qwen3_30b_a3b", SMALL | {"num-layers": 2, "num-query-groups": 2}),
         ("deepseek_v3", SMALL | LATENT),
+        (
+            "gpt_oss_20b",
+            SMALL | {"num-layers": 2, "num-query-groups": 2, "softmax-type": "vanilla"},
+        ),
     ],
 )
 def test_count_equals_a_model_of_megatrons(stem, changes, tmp_path):
+    skip_if_too_old(stem)
     words = yaml.safe_load((CONFIGS / f"{stem}.yaml").read_text())
     words = {k: v for k, v in words.items() if not k.startswith(LEFT_OUT)} | changes
     file = tmp_path / "small.yaml"

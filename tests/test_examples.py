@@ -9,10 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from argument_files import FILES, megatron, parameters, settings
+from argument_files import FILES, megatron, parameters, settings, too_old
 from fresh import python
+from megatron.core.package_info import __version__
 
 from moonep_megatron import run
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+
+from megatron_lm.launch import core_version
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "pretrain.sh"
@@ -188,7 +193,9 @@ def _checkout():
 @pytest.fixture(scope="module", params=[pytest.param(None, id="installed"), _checkout()])
 def accepted(folder, request):
     """Settings of every model and dispatcher, read by the installed parser or a checkout's."""
-    keys = [(stem, name) for stem in STEMS for name in ("moonep", "alltoall")]
+    version = core_version(Path(request.param)) if request.param else __version__
+    stems = [stem for stem in STEMS if not too_old(stem, version)]
+    keys = [(stem, name) for stem in stems for name in ("moonep", "alltoall")]
     lines = [torchrun(folder, *key) for key in keys]
     # Two that cannot be: Megatron says so of one, and this package of the other.
     for flags in (("--pipeline-model-parallel-size", "16"), ("--moe-expert-capacity-factor", "1")):
@@ -207,8 +214,14 @@ def accepted(folder, request):
     return dict(zip(keys, results, strict=True))
 
 
+def skip_if_left_out(accepted, stem):
+    if (stem, "moonep") not in accepted:
+        pytest.skip("this Megatron-LM lacks flags of the file")
+
+
 @pytest.mark.parametrize("stem", STEMS)
 def test_megatron_accepts(accepted, stem):
+    skip_if_left_out(accepted, stem)
     ours, theirs = (accepted[stem, name] for name in ("moonep", "alltoall"))
     assert {key for key in ours if ours[key] != theirs[key]} == {"moe_token_dispatcher_type"}
     assert ours["moe_token_dispatcher_type"] == "moonep"
@@ -216,6 +229,7 @@ def test_megatron_accepts(accepted, stem):
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_parallel_sizes_fit_the_model(accepted, stem):
+    skip_if_left_out(accepted, stem)
     c = accepted[stem, "moonep"]
     experts, stages = c["expert_model_parallel_size"], c["stages"]
     assert c["num_moe_experts"] % experts == 0
