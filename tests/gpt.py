@@ -6,7 +6,7 @@ dispatcher and every EP size starts from the same model.
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,13 @@ from torch import Tensor, nn
 VOCABULARY, SEQUENCE, EXPERTS = 32, 12, 8
 
 
-def transformer_config(dispatcher: str, **options: Any) -> TransformerConfig:
+def transformer_config(
+    dispatcher: str, *, moonep: Mapping[str, Any] | None = None, **options: Any
+) -> TransformerConfig:
     if dispatcher == "moonep":
         from moonep_megatron import MoonEPConfig, enable
 
-        enable(MoonEPConfig(max_tokens=2 * SEQUENCE))
+        enable(MoonEPConfig(max_tokens=2 * SEQUENCE, **(moonep or {})))
     defaults: dict[str, Any] = dict(
         num_layers=2,
         hidden_size=16,
@@ -61,7 +63,10 @@ def transformer_config(dispatcher: str, **options: Any) -> TransformerConfig:
 
 
 def build(dispatcher: str, *, vp_stage: int | None = None, **options: Any) -> GPTModel:
-    """This rank's model, or one of its chunks; ``options`` are fields of TransformerConfig."""
+    """This rank's model, or one of its chunks.
+
+    ``options`` are fields of TransformerConfig, and ``moonep``, fields of MoonEPConfig.
+    """
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     config = transformer_config(dispatcher, **options)

@@ -59,11 +59,16 @@ class FusedKernel:
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
+def stand_in_for_fused_kernels() -> None:
+    """Megatron's own linear layers take ``gradient_accumulation_fusion`` with Apex only."""
+    layers._grad_accum_fusion_available = True
+    layers.fused_weight_gradient_mlp_cuda = FusedKernel
+
+
 def transformer_config(case: Case, dispatcher: str) -> TransformerConfig:
     expert = case.expert
     if case.grads == "fused":
-        layers._grad_accum_fusion_available = True
-        layers.fused_weight_gradient_mlp_cuda = FusedKernel
+        stand_in_for_fused_kernels()
     options: dict[str, Any] = dict(
         num_layers=1,
         hidden_size=case.hidden,

@@ -10,6 +10,7 @@ symmetric one, so that the tests themselves can be tried there.
 import atexit
 import ctypes
 import dataclasses
+import faulthandler
 import logging
 import multiprocessing as mp
 import os
@@ -99,8 +100,16 @@ class Ranks:
         try:
             return _collect(self.pipes, timeout, failures=False)
         except BaseException:
+            self._show_stacks()
             self.close()
             raise
+
+    def _show_stacks(self) -> None:
+        """Where each rank is that still runs, on standard error; a rank may hang for its peer."""
+        for process in self.processes:
+            if self.ready and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
 
     def close(self) -> None:
         _end(self.processes, self.pipes)
@@ -146,6 +155,7 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str) -> None:
     # A rank dies with the session, and leads a process group, so that its helpers go with it.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.setsid()
+    faulthandler.register(signal.SIGUSR1)
     pipe.send_bytes(pickle.dumps("ready"))
     current: Layout | None = None
     while True:
