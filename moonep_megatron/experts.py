@@ -127,8 +127,7 @@ class _ExpertMLP(torch.autograd.Function):
             gemm.rows_times_weights(act_NF, weights, out_NH, bounds, None)
         if biases:
             biases.add_to_fc2(out_NH[:a], probs_N[:a])
-        _free_all(call)
-        call.backend.join()
+        _end_beside(call)
         return call.backend.presum(call.route, out_NH)
 
     @staticmethod
@@ -197,8 +196,7 @@ class _Backward:
             call.backend.pull_gradients(call.route, wave, call.slots, targets)
         for weights, bounds in _launches(call, self.runs, FC1, backward=True):
             gemm.rows_times_weights(self.d_pre_NF1, weights.mT, self.d_x_NH, bounds, None)
-        _free_all(call)
-        call.backend.join()
+        _end_beside(call)
         self._home_weights(FC1, fc1)
 
     def _activation(self) -> None:
@@ -292,10 +290,16 @@ def _push_all(call: ExpertCall, *, backward: bool) -> None:
         _push(call, 0, (FC1, FC2), backward=backward)
 
 
-def _free_all(call: ExpertCall) -> None:
-    """The end of what `_push_all` began."""
+def _end_beside(call: ExpertCall) -> None:
+    """Free the slots that `_push_all` filled, and wait for what the pass did on another stream.
+
+    A pass without waves did nothing there, and a CUDA graph may not wait for a stream that has no
+    part in it.
+    """
     if call.route.waves == 1:
         call.backend.free_slots()
+    if call.route.waves:
+        call.backend.join()
 
 
 def _push(call: ExpertCall, wave: int, projections: tuple[int, ...], *, backward: bool) -> None:

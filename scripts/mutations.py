@@ -258,9 +258,16 @@ MUTATIONS = (
     Mutation(
         "slots never freed",
         EXPERTS,
-        "_free_all(call)\n        call.backend.join()\n        return",
+        "_end_beside(call)\n        return",
         "call.backend.join()\n        return",
         "tests/test_contract.py",
+    ),
+    Mutation(
+        "a stream is joined that did nothing",
+        EXPERTS,
+        "if call.route.waves:\n",
+        "if True:\n",
+        "tests/test_contract.py::test_one_rank_joins_nothing",
     ),
     Mutation(
         "rows kept in evaluations",

@@ -24,6 +24,7 @@ class StrictBackend(CollectiveBackend):
     calls: list[str]
     lent: Tensor | None
     pushed: Any
+    beside: bool
 
     def dispatch(self, route, x_sH, probs_sK=None):
         self._begin("dispatch")
@@ -50,7 +51,7 @@ class StrictBackend(CollectiveBackend):
 
     def push_weights(self, route, wave, weights, slots, *, backward=False):
         self._begin("push")
-        StrictBackend.pushed = slots
+        StrictBackend.pushed, StrictBackend.beside = slots, True
         super().push_weights(route, wave, weights, slots, backward=backward)
 
     def free_slots(self):
@@ -61,7 +62,13 @@ class StrictBackend(CollectiveBackend):
     def pull_gradients(self, route, wave, slots, targets):
         self.calls.append("pull")
         assert len({target.dtype for targets_n in targets for target in targets_n}) == 1
+        StrictBackend.beside = True
         super().pull_gradients(route, wave, slots, targets)
+
+    def join(self):
+        assert self.beside, "a CUDA graph may not wait for a stream that does nothing in it"
+        StrictBackend.beside = False
+        super().join()
 
     def _begin(self, what: str) -> None:
         self.calls.append(what)
@@ -86,10 +93,11 @@ def strict() -> Iterator[list[str]]:
             max_tokens=config.max_tokens,
         )
 
-    StrictBackend.turns, StrictBackend.calls = Turns(), []
+    StrictBackend.turns, StrictBackend.calls, StrictBackend.beside = Turns(), [], False
     moonep_layer.make_backend = make
     try:
         yield StrictBackend.calls
         torch.testing.assert_close(StrictBackend.turns._open, {})
+        assert not StrictBackend.beside
     finally:
         moonep_layer.make_backend = made

@@ -47,6 +47,10 @@ def test_two_microbatches_in_flight(changes: dict[str, Any]) -> None:
     compare(case, {"moonep": moonep, "alltoall": alltoall})
 
 
+def test_one_rank_joins_nothing() -> None:
+    run_ranks(1, _strictly, run_case, Case(name="one rank", ranks=1), "moonep")
+
+
 def _layer() -> tuple[Any, Tensor]:
     layer = build(Case(name="", routing=SKEWED), "moonep")
     part = batch(Case(name="", routing=SKEWED), 0, dist.get_rank())

@@ -253,7 +253,10 @@ class Backend(ABC):
         """
 
     def join(self) -> None:
-        """Let work queued from here on begin when pushes and pulls of this rank are done."""
+        """Let work queued from here on begin when pushes and pulls of this rank are done.
+
+        Only after some: a captured pass may not wait for a stream that does nothing in it.
+        """
 
     def gather_biases(self, biases_nW: Tensor) -> Tensor:
         """[E, W], the biases of all experts, from those [n, W] of each rank."""
