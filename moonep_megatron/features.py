@@ -205,10 +205,14 @@ FEATURES: tuple[Feature, ...] = (
         "test_features_training.py::test_shared_experts",
     ),
     _yes(
-        "shared experts overlapped with dispatch and combine",
+        "shared experts overlapped with dispatch and combine (collective backend)",
         "--moe-shared-expert-overlap",
         "test_features_training.py::test_shared_experts",
         "test_features_models.py::test_sequence_parallel_shared_experts",
+    ),
+    _unproven(
+        "shared experts overlapped with dispatch and combine (symmetric backend)",
+        "--moe-shared-expert-overlap",
         "gpu/test_features_gpu.py::test_overlapped_shared_experts",
     ),
     _refused(
@@ -308,6 +312,7 @@ FEATURES: tuple[Feature, ...] = (
         "CUDA graphs of whole layers, or of `moe` (symmetric backend)",
         "--cuda-graph-impl local, transformer_engine --cuda-graph-modules moe",
         "gpu/test_features_gpu.py::test_graphs_of_layers",
+        "gpu/test_features_gpu.py::test_graphs_of_one_rank",
     ),
     _unproven(
         "CUDA graphs of router and preprocessing",
