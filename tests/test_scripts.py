@@ -141,7 +141,7 @@ def gone(*words: str) -> bool:
 
 def processes_with(*words: str) -> list[str]:
     """Command lines of running processes that contain the words next to each other or not."""
-    listing = run(["ps", "-eo", "args"]).stdout.splitlines()
+    listing = run(["ps", "-ww", "-eo", "args"]).stdout.splitlines()
     return [line for line in listing if all(word in line for word in words)]
 
 
