@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_machine import gpu_and_driver
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -134,7 +134,7 @@ def write(
     path: Path, options: Options, rows: list[Row], failures: dict[str, str], seconds: float
 ) -> None:
     """Everything with where and when it was measured."""
-    gpu, driver = _gpu_and_driver()
+    gpu, driver = gpu_and_driver()
     result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": gpu,
@@ -149,13 +149,3 @@ def write(
         "rows": rows,
     }
     path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _gpu_and_driver() -> list[str | None]:
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-        name, driver = lines.stdout.splitlines()[0].split(", ")
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return [None, None]
-    return [name, driver]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_machine import gpu_and_driver
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -244,7 +244,7 @@ def write(
     seconds: float,
 ) -> None:
     """Everything with where and when it was measured."""
-    gpu, driver = _gpu_and_driver() if options.device == "cuda" else [None, None]
+    gpu, driver = gpu_and_driver() if options.device == "cuda" else [None, None]
     result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": gpu,
@@ -272,13 +272,3 @@ def versions() -> dict[str, str | None]:
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
-
-
-def _gpu_and_driver() -> list[str | None]:
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-        name, driver = lines.stdout.splitlines()[0].split(", ")
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return [None, None]
-    return [name, driver]
