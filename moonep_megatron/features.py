@@ -311,7 +311,7 @@ FEATURES: tuple[Feature, ...] = (
     _unproven(
         "CUDA graphs of whole layers, or of `moe` (symmetric backend)",
         "--cuda-graph-impl local, transformer_engine --cuda-graph-modules moe",
-        "test_emulated_graphs.py::test_same_training",
+        "test_emulated_graphs.py::test_whole_layers",
         "gpu/test_features_gpu.py::test_graphs_of_layers",
         "gpu/test_features_gpu.py::test_graphs_of_one_rank",
     ),
@@ -319,6 +319,7 @@ FEATURES: tuple[Feature, ...] = (
         "CUDA graphs of router and preprocessing",
         "--cuda-graph-modules moe_router moe_preprocess",
         "test_features_graphs.py::test_state_crosses_from_a_graph_in_tensors_alone",
+        "test_emulated_graphs.py::test_router_and_preprocessing",
         "gpu/test_features_gpu.py::test_graphs_of_layers",
     ),
     _unproven(

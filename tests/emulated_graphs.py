@@ -55,18 +55,26 @@ def _create_forward(runner: Any, *args: Any, **kwargs: Any) -> None:
     _forward(runner, *args, **kwargs)
 
     def replay() -> None:
+        # A replay is a graph of its own also for autograd, which knows the static tensors by now.
+        inputs, named = (
+            cuda_graphs.tree_map(_leaf, part)
+            for part in (runner.fwd_graph_input_args, runner.fwd_graph_input_kwargs)
+        )
         with torch.enable_grad():
-            output = runner.func(*runner.fwd_graph_input_args, **runner.fwd_graph_input_kwargs)
-        runner.replayed = runner.get_tensors(output)
-        for static, tensor in zip(runner.fwd_graph_output_surface, runner.replayed, strict=True):
+            outputs = runner.get_tensors(runner.func(*inputs, **named))
+        for static, tensor in zip(runner.fwd_graph_output_surface, outputs, strict=True):
             static.data.copy_(tensor.detach())
+        runner.replayed = runner.get_tensors(inputs, named), outputs
 
     runner.fwd_graph.replay = replay
 
 
+def _leaf(value: Any) -> Any:
+    return value.data.requires_grad_(value.requires_grad) if torch.is_tensor(value) else value
+
+
 def _create_backward(runner: Any) -> None:
     _backward(runner)
-    inputs = [tensor for tensor in runner.fwd_graph_input_surface if tensor.requires_grad]
     parameters = runner.params_to_backprop
     # Whoever had added its gradient while the pass was captured does so in every replay.
     added = [getattr(parameter, "grad_added_to_main_grad", False) for parameter in parameters]
@@ -74,9 +82,10 @@ def _create_backward(runner: Any) -> None:
 
     @torch.no_grad()
     def replay() -> None:
+        inputs, outputs = ([t for t in some if t.requires_grad] for some in runner.replayed)
         gradients = torch.autograd.grad(
-            [tensor for tensor in runner.replayed if tensor.requires_grad],
-            inputs,
+            outputs,
+            [*inputs, *parameters],
             [tensor for tensor in runner.static_grad_outputs if tensor is not None],
             allow_unused=True,
         )

@@ -1,4 +1,4 @@
-"""Megatron's loop trains the same with its own CUDA graphs over whole layers as without them."""
+"""Megatron's loop trains the same with its own CUDA graphs as without them, bit for bit."""
 
 from typing import Any
 
@@ -6,35 +6,60 @@ import emulated_graphs
 import pytest
 import torch
 from gpt import Trainer, build, global_parameters
+from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from moe import stand_in_for_fused_kernels
 from ranks import run_ranks
 from strict import strict
-from torch import Tensor
+from test_features_models import hybrid_model
+from torch import Tensor, nn
 
-WHOLE_LAYERS = {"cuda_graph_impl": "local", "cuda_graph_modules": [], "cuda_graph_warmup_steps": 2}
+GRAPHS = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 2}
 STEPS = 3
 
 
-def _train(options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    model = build("moonep", **options)
+def _train(model: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
     trainer, losses = Trainer(model), []
     first = 10 * torch.distributed.get_rank()
     for step in range(STEPS):
         numbers = range(100 * step + first, 100 * step + first + 4)
         losses += trainer.step([numbers[:2], numbers[2:]])
-    for layer in model.decoder.layers:
-        runners = layer.cudagraph_manager.cudagraph_runners if "cuda_graph_impl" in options else []
-        assert all(runner.fwd_graph and runner.bwd_graph for runner in runners)
     return losses, {name: p.detach().clone() for name, p in global_parameters(model).items()}
 
 
-def _train_twice(options: dict[str, Any]) -> list[tuple[list[float], dict[str, Tensor]]]:
+def _graphs(model: nn.Module) -> int:
+    """How many pairs of graphs were captured."""
+    managers = [m for m in model.modules() if isinstance(m, CudaGraphManager)]
+    runners = [runner for manager in managers for runner in manager.cudagraph_runners]
+    assert all(runner.fwd_graph and runner.bwd_graph for runner in runners)
+    return len(runners)
+
+
+def _whole_layers(options: dict[str, Any]) -> list[tuple[list[float], dict[str, Tensor]]]:
     if "gradient_accumulation_fusion" in options:
         stand_in_for_fused_kernels()
     with strict():
-        plain = _train(options)
+        plain = _train(build("moonep", **options))
         emulated_graphs.enable()
-        return [plain, _train(options | WHOLE_LAYERS)]
+        model = build("moonep", cuda_graph_modules=[], **GRAPHS, **options)
+        graphed = _train(model)
+    assert _graphs(model) == 2
+    return [plain, graphed]
+
+
+def _router() -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Router and preprocessing in a graph, the experts outside, what follows in another graph."""
+    plain = _train(hybrid_model("moonep"))
+    emulated_graphs.enable()
+    model = hybrid_model("moonep", cuda_graph_modules=["moe_router", "moe_preprocess"], **GRAPHS)
+    graphed = _train(model)
+    assert _graphs(model) == 4
+    return [plain, graphed]
+
+
+def _assert_same(answers: list[Any]) -> None:
+    for (losses, weights), (again, others) in answers:
+        assert again == losses
+        assert [name for name, w in weights.items() if not torch.equal(w, others[name])] == []
 
 
 @pytest.mark.parametrize(
@@ -46,7 +71,9 @@ def _train_twice(options: dict[str, Any]) -> list[tuple[list[float], dict[str, T
     ],
     ids=str,
 )
-def test_same_training(options: dict[str, Any]) -> None:
-    for (losses, weights), (again, others) in run_ranks(2, _train_twice, options, timeout=100):
-        assert again == losses
-        assert [name for name, w in weights.items() if not torch.equal(w, others[name])] == []
+def test_whole_layers(options: dict[str, Any]) -> None:
+    _assert_same(run_ranks(2, _whole_layers, options, timeout=100))
+
+
+def test_router_and_preprocessing() -> None:
+    _assert_same(run_ranks(2, _router, timeout=100))

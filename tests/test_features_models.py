@@ -197,21 +197,27 @@ def _local_hybrid_spec() -> Any:
     return dataclasses.replace(stack, submodules=submodules)
 
 
+def hybrid_model(dispatcher: str, **options: Any) -> HybridModel:
+    """Attention and expert layers in turn; ``options`` as of ``gpt.transformer_config``."""
+    config = transformer_config(dispatcher, num_layers=4, **options)
+    model = HybridModel(
+        config=config,
+        hybrid_stack_spec=_local_hybrid_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        hybrid_layer_pattern="*E*E",
+        position_embedding_type="rope",
+    )
+    draw_weights(model)
+    return model
+
+
 def _hybrid() -> list[dict[str, Tensor]]:
-    """Loss and gradients of a hybrid model of attention and expert layers."""
+    """Loss and gradients of a hybrid model."""
     data = sequences([3 * dist.get_rank(), 3 * dist.get_rank() + 1])
     found = []
     for dispatcher in DISPATCHERS:
-        config = transformer_config(dispatcher, num_layers=4)
-        model = HybridModel(
-            config=config,
-            hybrid_stack_spec=_local_hybrid_spec(),
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
-            hybrid_layer_pattern="*E*E",
-            position_embedding_type="rope",
-        )
-        draw_weights(model)
+        model = hybrid_model(dispatcher)
         loss = model(data["tokens"], data["positions"], None, labels=data["labels"])
         loss.mean().backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
