@@ -330,9 +330,16 @@ class StaticPass:
             return [self.layer(self.tokens)[0]]
 
     def run(self) -> list[Tensor]:
+        return self.finish(self.begin())
+
+    def begin(self) -> Tensor:
+        """The first half of ``run``: the output, for ``finish``."""
         for buffer in self.main_grads:
             buffer.zero_()
-        output = self.layer(self.tokens)[0]
+        return self.layer(self.tokens)[0]
+
+    def finish(self, output: Tensor) -> list[Tensor]:
+        """The backward pass; gives what ``run`` gives."""
         inputs = [self.tokens, self.probs, *self.weights]
         gradients = torch.autograd.grad(output, inputs, self.grad, allow_unused=True)
         return [output.detach(), *gradients[:2], *(self.main_grads or gradients[2:])]

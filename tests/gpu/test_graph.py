@@ -45,16 +45,24 @@ def test_capture_fwd_bwd(size: int, fused: bool) -> None:
     With 2 slots and 4 experts a rank, skewed routings need a second wave.
     """
     case = graph_case(size, "grouped" if fused else "sequential")
-    answers = ranks(size).call(_replays, case, "run", fused)
-    assert not [answer.wrong for answer in answers if answer.wrong]
-    for m in CHECKED:
-        _assert_right(case, m, [answer.checked[m] for answer in answers])
+    _check(case, ranks(size).call(_replays, case, "run", fused))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["returned", "fused"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_forward_and_backward_apart(size: int, fused: bool) -> None:
+    """Two graphs, as Megatron and Transformer Engine capture them: no stream crosses from one."""
+    case = graph_case(size, "sequential")
+    _check(case, ranks(size).call(_replays, case, "apart", fused))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_forward_alone(size: int) -> None:
     case = graph_case(size, "single")
-    answers = ranks(size).call(_replays, case, "forward", False)
+    _check(case, ranks(size).call(_replays, case, "forward", False))
+
+
+def _check(case: Case, answers: list[SimpleNamespace]) -> None:
     assert not [answer.wrong for answer in answers if answer.wrong]
     for m in CHECKED:
         _assert_right(case, m, [answer.checked[m] for answer in answers])
@@ -76,8 +84,9 @@ def _assert_right(case: Case, microbatch: int, found: list[list[Tensor]]) -> Non
 def _replays(case: Case, what: str, fused: bool) -> SimpleNamespace:
     """On a rank: ``wrong`` names the tensors of replays that differ from eager; ``checked``."""
     static = StaticPass(case, fused=fused)
-    run = getattr(static, what)
-    replay, captured = _capture(static, run)
+    run = static.run if what == "apart" else getattr(static, what)
+    _warm_up(static, run)
+    replay, captured = _capture_apart(static) if what == "apart" else _capture(run)
     late = random.Random(dist.get_rank())
     wrong, checked = [], {}
     for first in range(0, REPLAYS, BLOCK):
@@ -101,8 +110,8 @@ def _replays(case: Case, what: str, fused: bool) -> SimpleNamespace:
     return SimpleNamespace(wrong=wrong, checked=checked)
 
 
-def _capture(static: StaticPass, run: Run) -> tuple[Callable[[], None], list[Tensor]]:
-    """Warm up beside the main stream, as graphs ask, and capture; the replay and its tensors."""
+def _warm_up(static: StaticPass, run: Run) -> None:
+    """Beside the main stream, as graphs ask."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -110,10 +119,29 @@ def _capture(static: StaticPass, run: Run) -> tuple[Callable[[], None], list[Ten
             static.load(m)
             run()
     torch.cuda.current_stream().wait_stream(side)
+
+
+def _capture(run: Run) -> tuple[Callable[[], None], list[Tensor]]:
+    """The replay and its tensors."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()
     return graph.replay, captured
+
+
+def _capture_apart(static: StaticPass) -> tuple[Callable[[], None], list[Tensor]]:
+    """The same of two graphs that share memory."""
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(forward):
+        output = static.begin()
+    with torch.cuda.graph(backward, pool=forward.pool()):
+        captured = static.finish(output)
+
+    def replay() -> None:
+        forward.replay()
+        backward.replay()
+
+    return replay, captured
 
 
 def _different(tensors: list[Tensor], eager: list[Tensor]) -> dict[str, Tensor]:
