@@ -283,6 +283,11 @@ def test_finder_prefers_path_and_obeys_PYTHON(tmp_path: Path):
     assert bad.returncode != 0 and f"PYTHON={tmp_path / 'none'}" in bad.stderr
 
 
+def test_versions_name_what_is_no_checkout(tmp_path) -> None:
+    done = run(["bash", SCRIPTS / "test_versions.sh", "--megatron-lm", tmp_path])
+    assert done.returncode == 1 and f"--megatron-lm {tmp_path} holds no Megatron" in done.stderr
+
+
 def test_every_mutation_still_applies() -> None:
     """What `scripts/mutants.py` replaces stands in the package exactly once."""
     spec = importlib.util.spec_from_file_location("mutations", SCRIPTS / "mutations.py")
