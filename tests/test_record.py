@@ -93,6 +93,7 @@ def trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
 
 
 def test_router_trace_of_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core.transformer.moe.router_trace")  # since 0.19
     ids = trace(tmp_path, monkeypatch)
     sets = read(tmp_path)
     assert [one.name for one in sets] == [
