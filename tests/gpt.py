@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,12 +21,16 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.package_info import __version__
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
 from torch import Tensor, nn
 
 VOCABULARY, SEQUENCE, EXPERTS = 32, 12, 8
+MTP_NEEDS_TE = Version(__version__).release >= (0, 20) and not find_spec("transformer_engine")
+"""Whether this Megatron builds multi-token prediction only with the Transformer Engine it lacks."""
 
 
 def transformer_config(

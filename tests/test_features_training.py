@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpt import SEQUENCE, Trainer, build, global_parameters, sequences
+from gpt import MTP_NEEDS_TE, SEQUENCE, Trainer, build, global_parameters, sequences
 from megatron.core import parallel_state
 from ranks import Layout, run_ranks
 from test_training import _train
@@ -141,6 +141,7 @@ MTP: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.skipif(MTP_NEEDS_TE, reason="this Megatron builds the layer with Transformer Engine")
 def test_repeated_prediction_layer() -> None:
     """Two passes of one layer, and so two plans, before its backward; DDP overlapped."""
     check(MTP, Layout(ep=2), overlap=True)
