@@ -201,7 +201,7 @@ class Backend(ABC):
             slots: of this layer alone, with tags; given to every `push_weights`.
             version: of this rank's home weights; another one whenever they may have changed.
         """
-        raise NotImplementedError
+        raise TypeError(f"--moe-moonep-reuse: {type(self).__name__} keeps no duplicates")
 
     @abstractmethod
     def push_weights(
