@@ -15,7 +15,6 @@ import argparse
 import copy
 import json
 import math
-import os
 import signal
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torchrun
 from gpt_moe import arguments, figure
 from rich.console import Console
 from rich.table import Table
@@ -100,11 +100,11 @@ def run(args: argparse.Namespace, dispatcher: str) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={args.ranks}", str(TRAIN)]
+        command = [*torchrun.command(args.ranks), str(TRAIN)]
         command += ["--dispatcher", dispatcher, "--json", str(out)]
         command += options(args, dispatcher)
-        code = wait(subprocess.Popen(command, env=environment(args.ranks)), args.timeout)
+        process = subprocess.Popen(command, env=torchrun.environment(args.ranks))
+        code = torchrun.wait(process, args.timeout)
         if code is None:
             raise RuntimeError(
                 f"{dispatcher} took longer than --timeout {args.timeout:g} seconds and was stopped"
@@ -131,35 +131,6 @@ def options(args: argparse.Namespace, dispatcher: str) -> list[str]:
         if value is not True:
             flags.append(str(value))
     return flags
-
-
-def environment(ranks: int) -> dict[str, str]:
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    defaults = {
-        "OMP_NUM_THREADS": str(threads),
-        # Nothing here needs multicast memory, and some machines refuse it.
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    }
-    if sys.platform == "linux":
-        # All ranks are here: do not depend on how the machine's name resolves.
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
-    return defaults | os.environ
-
-
-def wait(process: subprocess.Popen[bytes], timeout: float) -> int | None:
-    """The exit code, or None after ``timeout`` seconds; however this ends, the ranks do too."""
-    try:
-        return process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.poll() is None:
-            process.terminate()  # torchrun passes it on to its ranks, and kills them after 30 s
-            try:
-                process.wait(45)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 def relative_difference(results: dict[str, dict[str, Any]]) -> float:

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torchrun
 from megatron_lm import launch
 from rich.console import Console
 from rich.table import Table
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace, dispatcher: str) -> dict[str, dict[str, Any]]:
         env |= {"UNIT_TESTS_DISPATCHER": dispatcher, "UNIT_TESTS_RESULTS": temporary}
         code = launch.run(
             [
-                *launch.torchrun(args.ranks),
+                *torchrun.command(args.ranks),
                 *("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"),
                 *("-p", "megatron_lm.unit_test_plugin", *args.files, *args.more),
             ],

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torchrun
 from megatron_lm import launch, log
 from rich.console import Console
 from rich.table import Table
@@ -169,7 +170,7 @@ def train(args: argparse.Namespace, name: str) -> dict[str, Any]:
         file = folder / "log.txt"
         stand_in = "same-gpu" if args.same_gpu else "cpu" if args.cpu else None
         code = launch.run(
-            [*launch.torchrun(args.ranks), *script(args, name, folder), *flags(args, name)],
+            [*torchrun.command(args.ranks), *script(args, name, folder), *flags(args, name)],
             log=file,
             env=launch.environment(args.megatron_lm, args.ranks, stand_in),
             cwd=folder,

@@ -9,7 +9,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 import megatron_unit_tests
-from megatron_lm import launch
+import torchrun
 
 TESTS = """
 import os
@@ -57,7 +57,7 @@ def test_skipped():
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(launch, "torchrun", lambda ranks: [sys.executable])
+    monkeypatch.setattr(torchrun, "command", lambda ranks: [sys.executable])
     monkeypatch.setenv("RANK", "0")  # as torchrun would say; the stand-ins look at it
     folder = tmp_path / "checkout"
     (folder / megatron_unit_tests.FOLDER).mkdir(parents=True)

@@ -11,7 +11,8 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 import pretrain_megatron
-from megatron_lm import launch, log
+import torchrun
+from megatron_lm import log
 
 # Prints what Megatron's loop does of two iterations; `--moe-token-dispatcher-type` shifts the loss.
 SCRIPT = """
@@ -27,7 +28,7 @@ for i, loss in enumerate((7.0, 6.5), 1):
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(launch, "torchrun", lambda ranks: [sys.executable])
+    monkeypatch.setattr(torchrun, "command", lambda ranks: [sys.executable])
     folder = tmp_path / "checkout"
     core = folder / "megatron" / "core"
     core.mkdir(parents=True)
