@@ -7,8 +7,8 @@ widths of FC1 and FC2, H the row width. Slot j mod B of wave j div B has a rank'
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import cutlass
@@ -16,10 +16,12 @@ from cutlass import Int32, Int64, cute
 from moonep_megatron.kernels import compile as kernel_compile
 from moonep_megatron.kernels import sync
 
+from moonep_megatron.backends.memory import Region
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moonep_megatron.backends.memory import Region, SymmetricMemory
+    from moonep_megatron.backends.memory import SymmetricMemory
 
 THREADS = 512
 WARPS = THREADS // 32
@@ -36,6 +38,22 @@ _MASK = 1023
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What slots that keep their copies have beside them, see `moonep_megatron.kernels.tags`.
+
+    Attributes:
+        tags: int32 [2, B, 4] in every rank's symmetric memory, -1 at first.
+        held_RB: int32 [R, B] on the device, the expert last pushed into each slot of each rank, -1
+            for none; the same on all ranks.
+        missing: int32 on the device, the copies that the next push moves.
+    """
+
+    tags: Region
+    held_RB: Tensor
+    missing: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class Duplicates:
     """The symmetric memory of one group's duplicates, as one rank sees it.
 
@@ -43,7 +61,8 @@ class Duplicates:
         flags: int32 [STAGES, R].
         pushed: int32 [2, B], epoch at which a slot of a projection was filled.
         weights: slots [B, F1, H] and [B, H, F], any dtype.
-        gradients: fp32 slots of the same shapes.
+        gradients: fp32 slots of the same shapes, or none where other memory has them.
+        kept: where copies stay until others are pushed into their slots.
         timeout_ns: bound on every wait.
     """
 
@@ -51,7 +70,8 @@ class Duplicates:
     flags: Region
     pushed: Region
     weights: tuple[Region, Region]
-    gradients: tuple[Region, Region]
+    gradients: tuple[Region, Region] | tuple[()]
+    kept: Kept | None = None
     rank: int
     ranks: int
     timeout_ns: int
@@ -68,6 +88,14 @@ class Duplicates:
     def slots(self) -> int:
         """B."""
         return self.pushed.shape[1]
+
+    def only(self, projections: Container[int]) -> Duplicates:
+        """The same slots, of which a push sees the given projections and no bytes of the others."""
+        first, second = (
+            region if p in projections else Region(region.offset, (self.slots, 0, 0), region.dtype)
+            for p, region in enumerate(self.weights)
+        )
+        return replace(self, weights=(first, second))
 
     def group(self, layer: int) -> sync.Group:
         """An argument of every kernel here."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import cutlass
 import torch
 from cutlass import Int32, Int64, Uint32, cute
-from moonep_megatron.kernels import ptx, warp
+from moonep_megatron.kernels import keeping, ptx, warp
 from torch import Tensor
 
 
@@ -92,6 +92,10 @@ class Inputs(NamedTuple):
     """[R] pieces of each rank."""
     out: Int64
     """A plan's memory."""
+    held: Int64
+    """[R, B] what the slots hold, where duplicates are kept."""
+    slots: Int32
+    """B."""
 
 
 class _Tables(NamedTuple):
@@ -132,11 +136,19 @@ def lay_out(
     ranks: cutlass.Constexpr[int],
     experts: cutlass.Constexpr[int],
     threads: cutlass.Constexpr[int],
+    keeps: cutlass.Constexpr[bool],
 ) -> None:
-    """All threads of one block: write every part of a plan but ``rows``."""
+    """All threads of one block: write every part of a plan but ``rows``.
+
+    Args:
+        keeps: foreign experts stand in the slots that hold them, not ascending.
+    """
     tables = _allocate(ranks, experts)
     _read_pieces(tables, inputs, pieces, ranks, experts, threads)
-    _sort_foreign(tables, inputs, ranks, experts, threads)
+    if cutlass.const_expr(keeps):
+        _keep_foreign(tables, inputs, ranks, experts, threads)
+    else:
+        _sort_foreign(tables, inputs, ranks, experts, threads)
     _place_groups(tables, inputs, ranks, experts, threads)
     _list_shares(tables, inputs, ranks, experts, threads)
     _write_shares(tables, inputs, rank, ranks, experts, threads)
@@ -224,6 +236,35 @@ def _sort_foreign(
         t.foreign_rows[place] = rows
         ptx.store(inputs.out + (at.foreign + place) * 4, foreign, "s32")
     cute.arch.sync_threads()
+
+
+@cute.jit
+def _keep_foreign(
+    t: _Tables,
+    inputs: Inputs,
+    ranks: cutlass.Constexpr[int],
+    experts: cutlass.Constexpr[int],
+    threads: cutlass.Constexpr[int],
+) -> None:
+    """Foreign experts of every rank in the order of its slots, with empty places between."""
+    thread, _, _ = cute.arch.thread_idx()
+    homes, at = experts // ranks, offsets(ranks, experts)
+    # Nobody needs the homes' rows yet.
+    places = t.home_start
+    for i in cutlass.range(thread, experts, threads):
+        t.foreign[i] = Int32(-1)
+        t.foreign_rows[i] = 0
+    keeping.find_places(
+        t.piece, t.received, places, inputs.held, inputs.slots, ranks, experts, threads
+    )
+    for i in cutlass.range(thread, experts, threads):
+        if t.piece[i] != warp.MOST:
+            place = i // homes * homes + places[i]
+            t.foreign[place] = t.piece[i]
+            t.foreign_rows[place] = t.piece_rows[i]
+    cute.arch.sync_threads()
+    for i in cutlass.range(thread, experts, threads):
+        ptx.store(inputs.out + (at.foreign + i) * 4, t.foreign[i], "s32")
 
 
 @cute.jit

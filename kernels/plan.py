@@ -42,6 +42,8 @@ class PlanConfig:
     experts: int
     planner: str
     slack: int = 0
+    keeps: bool = False
+    """Foreign experts stand in the slots that hold them."""
 
     signals = waits = False
     starts_early = True
@@ -78,6 +80,7 @@ class PlanConfig:
             home_order: Int64,
             scratch: Int64,
             out: Int64,
+            held: Int64,
             rank: Int32,
             slots: Int32,
         ) -> None:
@@ -88,12 +91,15 @@ class PlanConfig:
                 cute.arch.griddepcontrol_launch_dependents()
                 winner = _choose(scratch, out, slots, config)
                 layout.lay_out(
-                    layout.Inputs(totals, counts, home_order, winner + _RECEIVED * 4, out),
+                    layout.Inputs(
+                        totals, counts, home_order, winner + _RECEIVED * 4, out, held, slots
+                    ),
                     winner + (config.record - 2 * config.experts) * 4,
                     rank,
                     config.ranks,
                     config.experts,
                     _THREADS,
+                    config.keeps,
                 )
 
         @cute.jit
@@ -103,11 +109,12 @@ class PlanConfig:
             home_order: Int64,
             scratch: Int64,
             out: Int64,
+            held: Int64,
             rank: Int32,
             slots: Int32,
             stream: Any,
         ) -> None:
-            kernel(totals, counts, home_order, scratch, out, rank, slots).launch(
+            kernel(totals, counts, home_order, scratch, out, held, rank, slots).launch(
                 grid=[config.blocks, 1, 1],
                 block=[_THREADS, 1, 1],
                 min_blocks_per_mp=1,
@@ -115,7 +122,7 @@ class PlanConfig:
                 stream=stream,
             )
 
-        example = (kc.vector(Int32), *[Int64(0)] * 4, *[Int32(0)] * 2, kc.stream())
+        example = (kc.vector(Int32), *[Int64(0)] * 5, *[Int32(0)] * 2, kc.stream())
         return launch, example
 
 
@@ -126,6 +133,7 @@ class Planner:
         ranks, experts: R up to 128 and E up to 1024.
         planner: one of ``PLANNERS``.
         slots, slack: see `moonep_megatron.plan.make_plan`.
+        keeps: foreign experts stand in the slots that hold them; plans are else the same.
         most_rows: rows that all ranks may route together, R*S*K.
         device: this rank's GPU.
     """
@@ -140,6 +148,7 @@ class Planner:
         most_rows: int,
         device: torch.device,
         slack: int = 0,
+        keeps: bool = False,
     ) -> None:
         if planner not in PLANNERS:
             raise ValueError(f"planner {planner!r} is unknown: use one of {', '.join(PLANNERS)}")
@@ -153,21 +162,30 @@ class Planner:
                 f"all ranks together route up to {most_rows} rows: the kernels count to "
                 f"{warp.MOST}; lower --moe-moonep-max-tokens"
             )
-        self.config = PlanConfig(ranks, experts, planner, slack)
+        self.config = PlanConfig(ranks, experts, planner, slack, keeps)
         self.slots = slots
         # The counter of finished blocks, then a record for each candidate.
         self._scratch = torch.zeros(
             4 + self.config.blocks * self.config.record, dtype=torch.int32, device=device
         )
 
-    def plan(self, exchanged: Exchanged, home_order_Rn: Tensor, rank: int) -> layout.DevicePlan:
+    def plan(
+        self,
+        exchanged: Exchanged,
+        home_order_Rn: Tensor,
+        rank: int,
+        held_RB: Tensor | None = None,
+    ) -> layout.DevicePlan:
         """The plan of the counts exchanged. Not collective, and not for two streams at a time.
 
         Args:
             home_order_Rn: int32 [R, n] on the device, see `moonep_megatron.plan.make_plan`.
             rank: this rank, for the tables of its own destinations.
+            held_RB: int32 [R, B] on the device, the expert in every slot, -1 for none; where
+                ``keeps``.
         """
         ranks, experts = self.config.ranks, self.config.experts
+        assert (held_RB is not None) == self.config.keeps
         if home_order_Rn.dtype != torch.int32 or not home_order_Rn.is_contiguous():
             raise ValueError("home_order_Rn must be int32 and contiguous")
         plan = layout.DevicePlan.empty(ranks, experts, home_order_Rn.device)
@@ -177,6 +195,7 @@ class Planner:
             home_order_Rn.data_ptr(),
             self._scratch.data_ptr(),
             plan.memory.data_ptr(),
+            0 if held_RB is None else held_RB.data_ptr(),
             rank,
             self.slots,
         )
@@ -197,6 +216,8 @@ def configs() -> list[PlanConfig]:
         PlanConfig(16, 64, "chain"),
         PlanConfig(128, 896, "peel"),
         PlanConfig(32, 64, "trees"),
+        PlanConfig(8, 896, "best", keeps=True),
+        PlanConfig(128, 1024, "best", keeps=True),
     ]
 
 

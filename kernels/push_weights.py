@@ -5,6 +5,9 @@ in order of slots, so that the first slots are complete first; the last block of
 slot's ``pushed`` flag on the holder. The holder launches `wait_slots` before the GEMMs of some
 slots, and `free_slots` once when it has used all slots of the wave.
 
+Slots may keep their copies (`moonep_megatron.kernels.tags`): then another kernel lists what to
+move, and raises the flags of what is there.
+
 Who may write what: a home writes a slot after its holder has signalled SLOTS_FREE for the wave
 before. The holder counts waves by its own `free_slots`, not by pushes: its own push runs beside
 `wait_slots`, and its epoch may change at any time.
@@ -20,7 +23,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 from moonep_megatron.kernels import compile as kernel_compile
 from moonep_megatron.kernels import duplicates as dup
-from moonep_megatron.kernels import ptx, sync
+from moonep_megatron.kernels import ptx, sync, tags
 from torch import Tensor
 
 
@@ -31,10 +34,13 @@ def push_weights(
     wave: int,
     *,
     backward: bool = False,
+    version: int = 0,
     sms: int = 8,
     layer: int = 0,
 ) -> None:
     """Launch the push of one wave on the current stream. All ranks launch it, in the same order.
+
+    Slots that keep their copies get only those that they lack.
 
     All pushes of a group must be ordered on their streams, and at most one be queued ahead of the
     wave in use: one more would wait behind it, and with one hardware queue
@@ -45,11 +51,16 @@ def push_weights(
         homes: int64 [n] on the device for FC1 and FC2, the address of each local expert's
             contiguous weight (a multiple of 16), in the dtype of the slots.
         backward: FC2 before FC1.
+        version: of the home weights, for slots that keep their copies.
         sms: blocks.
         layer: what a fault record names.
     """
     foreign, which = duplicates.wave(foreign_expert_Rn, wave)
-    kernel_compile.compiled(PushConfig())(
+    kept, missing = duplicates.kept, 0
+    if kept is not None:
+        tags.list_missing(duplicates, foreign, which, version, layer)
+        missing = kept.missing.data_ptr()
+    kernel_compile.compiled(PushConfig(kept is not None))(
         duplicates.memory.peers,
         foreign,
         *homes,
@@ -59,6 +70,7 @@ def push_weights(
         duplicates.group(layer),
         int(backward),
         sms,
+        missing,
     )
 
 
@@ -165,19 +177,27 @@ def _push(
     group: sync.Group,
     backward: Int32,
     blocks: Int32,
+    missing: Int64,
+    kept: cutlass.Constexpr[bool],
 ) -> None:
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     epoch = sync.next_epoch(group.control, sync.PUSHED)
-    copies = dup.allocate_ints(sync.MAX_COPIES)
-    count = _find_copies(peers, foreign, copies, wave, group, epoch)
+    copies = dup.allocate_ints(sync.MAX_COPIES * (2 if kept else 1))
+    # Copies of the projection that comes first, and of both: a list for each, or one for both.
+    if cutlass.const_expr(kept):
+        count, total = tags.read_missing(copies, missing, backward)
+    else:
+        count = _find_copies(peers, foreign, copies, wave, group, epoch)
+        total = 2 * count
     done = Int32(0)
-    for item in cutlass.range(2 * count):
+    for item in cutlass.range(total):
         projection = backward
         copy = item
         if item >= count:
             projection = 1 - backward
-            copy = item - count
+            if cutlass.const_expr(not kept):
+                copy = item - count
         expert, holder, slot = dup.unpack_copy(copies[copy])
         source = homes1[expert]
         region = slots.offset1
@@ -219,18 +239,27 @@ def _launch_push(
     group: sync.Group,
     backward: Int32,
     blocks: Int32,
+    missing: Int64,
+    kept: cutlass.Constexpr[bool],
     stream: Any,
 ) -> None:
-    _push(peers, foreign, homes1, homes2, pushed, slots, wave, group, backward, blocks).launch(
-        grid=[blocks, 1, 1], block=[dup.THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
-    )
+    _push(
+        peers, foreign, homes1, homes2, pushed, slots, wave, group, backward, blocks, missing, kept
+    ).launch(grid=[blocks, 1, 1], block=[dup.THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
 
 
 @dataclass(frozen=True)
 class PushConfig:
     """The push kernel; weights are bytes to it, so one form serves every dtype and shape."""
 
+    kept: bool = False
+
     moves_rows: ClassVar[bool] = True
+
+    @property
+    def waits(self) -> bool:
+        """Where slots keep their copies, the kernel before has waited."""
+        return not self.kept
 
     def build(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """See `compile.Config`."""
@@ -245,6 +274,8 @@ class PushConfig:
             kernel_compile.scalars(sync.Group),
             Int32(0),
             Int32(0),
+            Int64(0),
+            self.kept,
             kernel_compile.stream(),
         )
 
@@ -309,4 +340,4 @@ class WaitConfig:
 
 def configs() -> list[PushConfig | WaitConfig]:
     """Every configuration, for the compile test."""
-    return [PushConfig(), WaitConfig()]
+    return [PushConfig(), PushConfig(kept=True), WaitConfig()]

@@ -121,10 +121,10 @@ def biased_twice(value: Any, at: Settings) -> bool:
 
 
 def no_reuse(value: Any, at: Settings) -> bool:
-    """Set beside the symmetric backend, or where MoE layers run again in backward."""
+    """Set where MoE layers run again in backward, or a CUDA graph holds the dispatch."""
     selective = at.recompute_granularity == "selective" and "moe" in (at.recompute_modules or ())
     again = at.recompute_granularity == "full" or selective or bool(at.moe_layer_recompute)
-    return bool(value) and (again or at.moe_moonep_backend == "symmetric")
+    return bool(value) and (again or captures_dispatch(at))
 
 
 def ends_before_ours(seconds: float) -> Test:

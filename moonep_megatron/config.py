@@ -66,9 +66,7 @@ class MoonEPConfig:
     redispatch: bool = _option(
         False, "dispatch the input again in the backward pass instead of keeping a copy"
     )
-    reuse: bool = _option(
-        False, "keep duplicates of every layer until the weights change (collective backend)"
-    )
+    reuse: bool = _option(False, "keep duplicates of every layer until the weights change")
     max_tokens: int | None = _option(
         None, "most tokens of a rank in a microbatch (default: from Megatron's arguments)", type=int
     )

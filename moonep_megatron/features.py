@@ -184,6 +184,19 @@ FEATURES: tuple[Feature, ...] = (
     ),
     _unproven("experts with biases (symmetric backend)", "", "gpu/test_moe_layer.py::test_biases"),
     _yes(
+        "duplicates kept between microbatches (collective backend)",
+        "--moe-moonep-reuse",
+        "test_reuse.py::test_layers_against_the_dense_reference",
+        "test_reuse.py::test_stale_copies_are_never_used",
+    ),
+    _unproven(
+        "duplicates kept between microbatches (symmetric backend)",
+        "--moe-moonep-reuse",
+        "test_emulated_push.py::test_every_slot_holds_its_expert",
+        "gpu/test_reuse_gpu.py::test_layers_against_the_dense_reference",
+        "gpu/test_reuse_gpu.py::test_stale_copies_are_never_used",
+    ),
+    _yes(
         "fp32, fp16 and bf16",
         "--fp16 --bf16",
         "test_layer.py::test_dtype_matrix",

@@ -202,8 +202,7 @@ class MoonEPMoELayer(MoELayer):
         if not self.moonep.reuse:
             return shared
         if self.kept_slots is None or self.kept_slots.grad1 is not shared.grad1:
-            self.kept_slots = shared.tagged()
-            backend.reuse_slots(self.kept_slots, self.home.version)
+            self.kept_slots = backend.keep_slots(shared, self.home.version)
         return self.kept_slots
 
 

@@ -96,6 +96,7 @@ def make_plan(
     slack: int = 0,
     home_order_Rn: Tensor | None = None,
     held: Held | None = None,
+    prefer: bool = True,
 ) -> Plan:
     """Balance the routed rows over the ranks, exactly or within a slack.
 
@@ -107,7 +108,8 @@ def make_plan(
         slack: how far above an equal share a rank may be, in parts of ``caps.SLACK_UNIT``.
         home_order_Rn: integers [R, n], the home experts of each rank in the order of their row
             groups (default: descending ids, because weights lie last expert first).
-        held: what the slots of all ranks hold already, preferred where it costs nothing.
+        held: what the slots of all ranks hold already; held experts stand in their slots.
+        prefer: held experts are also preferred where that costs nothing.
 
     The rules run on the host, so a call with counts on a GPU waits for them.
 
@@ -126,15 +128,26 @@ def make_plan(
     home_Rn = _home_order(home_order_Rn, ranks, homes)
     total_Rn = counts_RE.sum(0, dtype=torch.int64).view(ranks, homes)
     rule, caps, parts = solve_within(
-        total_Rn.tolist(), slack=slack, planner=planner, slots=slots, held=held
+        total_Rn.tolist(), slack=slack, planner=planner, slots=slots, held=held if prefer else None
     )
     if max(caps) > INT32_MAX:
         raise ValueError(f"counts_RE gives a rank {max(caps)} rows: at most {INT32_MAX} fit int32")
-
     rows_RE, foreign_Rn = _lay_out(total_Rn, parts)
     if held is not None:
         placed = [held.placed(d, foreign) for d, foreign in enumerate(foreign_Rn.tolist())]
         foreign_Rn = torch.tensor(placed)
+    return _on(device, rows_RE, caps, foreign_Rn, home_Rn, RULES.index(rule))
+
+
+def _on(
+    device: torch.device,
+    rows_RE: Tensor,
+    caps: list[int],
+    foreign_Rn: Tensor,
+    home_Rn: Tensor,
+    rule: int,
+) -> Plan:
+    """The plan on its device."""
     group_RG = torch.cat([home_Rn, foreign_Rn], 1)
     group_rows_RG = rows_RE.gather(1, group_RG.clamp(min=0)).masked_fill(group_RG < 0, 0)
     start_RG1 = torch.nn.functional.pad(group_rows_RG.cumsum(1), (1, 0))
@@ -144,7 +157,7 @@ def make_plan(
         foreign_expert_Rn=foreign_Rn.to(device, torch.int32),
         group_expert_RG=group_RG.to(device, torch.int32),
         group_start_RG1=start_RG1.to(device, torch.int32),
-        rule_1=torch.tensor([RULES.index(rule)], dtype=torch.int32, device=device),
+        rule_1=torch.tensor([rule], dtype=torch.int32, device=device),
     )
 
 

@@ -246,9 +246,9 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         "moe_moonep_reuse",
-        "only the collective backend keeps duplicates, and with them a layer that is recomputed "
-        "could be planned otherwise than in its first pass",
-        when="set together with `--moe-moonep-backend symmetric`, or MoE layers are recomputed",
+        "a layer that is recomputed could be planned otherwise than in its first pass, and a graph "
+        "that is replayed would not see that the weights have changed",
+        when="set while MoE layers are recomputed, or a CUDA graph holds the dispatch",
         refused=conditions.no_reuse,
     ),
     *(

@@ -3,7 +3,8 @@
 A stand-in for the DSL's names is put in place while ``kernels/*.py`` are loaded a second time. The
 threads of a launch run in random order and only give way where they meet (barriers, votes,
 shuffles) or sleep in a spin, so many a missing barrier shows as a wrong result; that lanes of a
-warp meet in different operations, or never, is an error. Global addresses are those of CPU tensors.
+warp meet in different operations, or never, is an error. Launches of one stream run one after the
+other, others beside each other. Global addresses are those of CPU tensors.
 Integers do not wrap except where a type is named.
 
 It says nothing about types, memory ordering, or time.
@@ -18,6 +19,8 @@ import random
 import sys
 import time
 import types
+from collections import defaultdict, deque
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +38,8 @@ class Trap(Exception):
 
 
 class Block:
-    def __init__(self, index, threads, grid):
-        self.index, self.size, self.grid = index, threads, grid
+    def __init__(self, index, threads, grid, stream):
+        self.index, self.size, self.grid, self.stream = index, threads, grid, stream
         self.shared = []
         self.meetings = {}
         self.alive = threads
@@ -56,14 +59,21 @@ class Machine:
     def __init__(self, seed=0):
         self.random = random.Random(seed)
         self.ready, self.sleeping = [], []
-        self.alive = 0
+        # By stream: threads of the launch that runs, and the launches behind it.
+        self.alive, self.queued = defaultdict(int), defaultdict(deque)
 
-    def launch(self, body, grid, threads):
+    def launch(self, body, grid, threads, stream):
+        self.queued[stream].append((body, grid, threads))
+        if not self.alive[stream]:
+            self.start(stream)
+
+    def start(self, stream):
+        body, grid, threads = self.queued[stream].popleft()
         for b in range(grid):
-            block = Block(b, threads, grid)
+            block = Block(b, threads, grid, stream)
             for t in range(threads):
                 self.ready.append(Thread(block, t, body))
-                self.alive += 1
+                self.alive[stream] += 1
 
     def run(self):
         global current
@@ -76,10 +86,14 @@ class Machine:
             current = thread = self.ready.pop()
             state = thread.fiber.switch()
             if thread.fiber.dead:
-                self.alive -= 1
+                stream = thread.block.stream
+                self.alive[stream] -= 1
+                if not self.alive[stream] and self.queued[stream]:
+                    self.start(stream)
             elif state == "sleep":
                 self.sleeping.append(thread)
-        assert self.alive == 0, f"{self.alive} threads wait for others that never come"
+        waiting = sum(self.alive.values())
+        assert waiting == 0, f"{waiting} threads wait for others that never come"
 
 
 machine = Machine()
@@ -309,7 +323,7 @@ class Launch:
         self.body = body
 
     def launch(self, grid, block, stream, min_blocks_per_mp=1, use_pdl=False):
-        machine.launch(self.body, grid[0], block[0])
+        machine.launch(self.body, grid[0], block[0], stream)
 
 
 def kernel(function):
@@ -332,16 +346,38 @@ pending = False
 
 def compiled(config):
     """A launcher as `kernels.compile.compiled` returns it; runs at once unless `together`."""
-    function, _ = config.build()
+    function, examples = config.build()
 
     def call(*arguments):
-        names = list(inspect.signature(function).parameters)
-        assert len(arguments) == len(names) - 1, f"{len(arguments)} arguments for {names}"
-        function(*map(as_argument, arguments), None)
+        parameters = list(inspect.signature(function).parameters.values())
+        given, passed = iter(arguments), []
+        for parameter, example in zip(parameters[:-1], examples, strict=False):
+            constant = "Constexpr" in str(parameter.annotation)
+            passed.append(example if constant else as_argument(next(given)))
+        assert next(given, None) is None, f"{len(arguments)} arguments for {parameters}"
+        # Without a stream of its own a launch is behind no other.
+        function(*passed, object() if current_stream is None else current_stream)
         if not pending:
             machine.run()
 
     return call
+
+
+current_stream = None
+
+
+@contextmanager
+def stream(name):
+    """Launches inside are on one stream."""
+    global current_stream
+    before, current_stream = current_stream, name
+    yield
+    current_stream = before
+
+
+def host(function):
+    """Run a function on the current stream, as one thread."""
+    machine.launch(function, 1, 1, current_stream)
 
 
 class together:
@@ -376,7 +412,7 @@ def load_kernels(*names):
     cutlass.utils = types.SimpleNamespace(SmemAllocator=SmemAllocator)
     package = types.ModuleType("moonep_megatron.kernels")
     compile_ = types.SimpleNamespace(compiled=compiled, stream=lambda: None)
-    compile_.vector = compile_.scalars = lambda _: None
+    compile_.vector = compile_.scalars = lambda _, align=16: None
     package.compile, package.ptx, package.__path__ = compile_, ptx, [str(SOURCES)]
     stand_ins = {
         "cutlass": cutlass,

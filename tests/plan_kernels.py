@@ -6,10 +6,11 @@
 from itertools import batched
 
 import torch
-from routings import random_ids
+from routings import random_counts, random_ids
 
 from moonep_megatron.caps import caps
 from moonep_megatron.plan import destinations, make_plan
+from moonep_megatron.reuse import Held
 from moonep_megatron.transfers import Transfer, pieces
 from moonep_megatron.trees import KEYS, LIMITS, by_room, grow
 
@@ -106,26 +107,59 @@ def exchanged(k, counts_RE, rank, device, counts_CE=None):
 
 
 def check_plan(
-    k, device, counts_RE, planner="best", slots=None, seed=0, rank=0, planners=None, slack=0
+    k,
+    device,
+    counts_RE,
+    planner="best",
+    slots=None,
+    seed=0,
+    rank=0,
+    planners=None,
+    slack=0,
+    held_RB=None,
 ):
     """The plan, but ``rows_RE``, against the definition; returns both.
 
     Args:
         planners: a dict in which solvers are kept for other calls.
+        held_RB: the experts that slots hold, for foreign experts that stay in them.
     """
     ranks, experts = counts_RE.shape
     slots = slots or experts // ranks
     order = home_order(ranks, experts // ranks, seed)
-    key = (ranks, experts, planner, slots, slack)
+    options = {"planner": planner, "slots": slots, "slack": slack}
+    keeps = held_RB is not None
+    key = (ranks, experts, *options.values(), keeps)
     planners = {} if planners is None else planners
     if key not in planners:
         planners[key] = k.plan.Planner(
-            ranks, experts, planner=planner, slots=slots, slack=slack, most_rows=1, device=device
+            ranks, experts, **options, keeps=keeps, most_rows=1, device=device
         )
-    got = planners[key].plan(exchanged(k, counts_RE, rank, device), order.to(device), rank)
-    expected = make_plan(counts_RE, planner=planner, slots=slots, slack=slack, home_order_Rn=order)
+    there = held_RB.to(device) if keeps else None
+    counts = exchanged(k, counts_RE, rank, device)
+    got = planners[key].plan(counts, order.to(device), rank, there)
+    held = Held(held_RB.tolist()) if keeps else None
+    expected = make_plan(counts_RE, **options, home_order_Rn=order, held=held, prefer=False)
     compare_plans(k, got, expected, FIELDS[:-1])
     return got, expected
+
+
+def check_kept(k, device, load, ranks, homes, slots, rows, steps, planner="best", planners=None):
+    """A plan after the other, each for slots that hold what the ones before left there."""
+    held = torch.full((ranks, slots), -1, dtype=torch.int32)
+    for step in range(steps):
+        counts = random_counts(load, ranks, ranks * homes, rows, 1)
+        counts += random_counts("even", ranks, ranks * homes, rows // 4, step)
+        if step == 2 and slots > 1:
+            held[:, -1] = held[:, 0]  # an expert twice
+        _, plan = check_plan(
+            k, device, counts, planner, slots, step, step % ranks, planners, held_RB=held
+        )
+        # Of several waves the last one stays; which does not matter here.
+        for wave in plan.foreign_expert_Rn.split(slots, 1):
+            pushed = torch.nn.functional.pad(wave, (0, slots - wave.shape[1]), value=-1)
+            held = torch.where(pushed < 0, held, pushed).contiguous()
+    return plan
 
 
 def check_trees(k, device, counts_RE, planners=None):

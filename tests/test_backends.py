@@ -83,7 +83,7 @@ def test_auto_takes_symmetric_where_every_rank_can():
     sizes = {"topk": 8, "hidden": 64, "ffn": 24, "dtype": torch.bfloat16}
     answers = _on(2, {}, sizes=sizes, num_sms=12, timeout=7.5, slots=3, planner="peel", slack=0.015)
     options = {"num_experts": 8, "slots": 3, "planner": "peel", "slack": 150, "max_tokens": None}
-    options |= {"check_plan": False, "num_sms": 12, "sharing": 1, "timeout": 7.5}
+    options |= {"check_plan": False, "reuse": False, "num_sms": 12, "sharing": 1, "timeout": 7.5}
     assert answers == [("FakeSymmetric", options, [])] * 2
 
 
@@ -233,13 +233,12 @@ def test_flags_without_effect_are_said():
     assert others == []
 
 
-def test_reuse_needs_the_collective_backend():
-    for failure in _on(2, {}, failures=True, reuse=True):
-        assert failure.kind == "ValueError"
-        assert "--moe-moonep-reuse is not possible" in failure.message
-        assert "--moe-moonep-backend collective" in failure.message
-    for name, _, _ in _on(2, {}, reuse=True, backend="collective"):
-        assert name == "CollectiveBackend"
+def test_both_backends_keep_duplicates():
+    (name, options, (line,)), (_, _, others) = _on(2, {}, reuse=True)
+    assert (name, options["reuse"], others) == ("FakeSymmetric", True, [])
+    assert "--moe-moonep-reuse" in line and "unproven" in line
+    for name, _, lines in _on(2, {}, reuse=True, backend="collective"):
+        assert (name, lines) == ("CollectiveBackend", [])
 
 
 def test_redispatch_needs_the_symmetric_backend():

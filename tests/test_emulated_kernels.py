@@ -15,6 +15,7 @@ from plan_kernels import (
     check_compact,
     check_count,
     check_destinations,
+    check_kept,
     check_plan,
     check_trees,
     compare_plans,
@@ -131,6 +132,20 @@ def test_plan_within_a_slack(k, ranks, slack):
     homes, planner = draw.choice([1, 2, 5]), draw.choice(k.plan.PLANNERS)
     counts = random_counts(load, ranks, ranks * homes, rows, draw.randrange(1000))
     check_plan(k, CPU, counts, planner, rank=draw.randrange(ranks), slack=slack)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "homes", "slots", "load"),
+    [
+        (2, 5, 5, "zipf"),
+        (4, 9, 3, "hot rank"),
+        (5, 3, 1, "heavy"),
+        (9, 2, 2, "zipf"),
+        (3, 8, 4, "one expert"),
+    ],
+)
+def test_foreign_experts_stay_in_their_slots(k, ranks, homes, slots, load):
+    check_kept(k, CPU, load, ranks, homes, slots, rows=600, steps=5, planner="pairs")
 
 
 def test_slack_of_more_ranks_than_a_warp_has_lanes(k):

@@ -135,7 +135,8 @@ REFUSED_CASES = {
         {"moe_moonep_redispatch": True, "moe_moonep_backend": "collective"}
     ],
     "moe_moonep_reuse": [
-        {"moe_moonep_reuse": True, "moe_moonep_backend": "symmetric"},
+        {"moe_moonep_reuse": True, "cuda_graph_impl": "local"},
+        {"moe_moonep_reuse": True, "cuda_graph_impl": "full_iteration"},
         {"moe_moonep_reuse": True, "recompute_granularity": "full"},
         {
             "moe_moonep_reuse": True,
@@ -182,6 +183,12 @@ ACCEPTED = [
     {"distributed_timeout_minutes": 1, "moe_moonep_timeout": 59.5},
     {"moe_moonep_redispatch": True},
     {"moe_moonep_reuse": True, "recompute_granularity": "selective", "recompute_modules": []},
+    {"moe_moonep_reuse": True, "moe_moonep_backend": "symmetric"},
+    {
+        "moe_moonep_reuse": True,
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_modules": graphed("moe_router"),
+    },
     {"moe_moonep_redispatch": True, "moe_moonep_backend": "symmetric"},
     {"moe_dispatch_fwd_dtype": "bf16"},
     {"cuda_graph_impl": "none", "transformer_impl": "local"},

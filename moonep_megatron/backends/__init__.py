@@ -44,11 +44,6 @@ def make_backend(
         reason = why_not_symmetric(
             group, num_experts, topk=topk, hidden=hidden, ffn=ffn, dtype=dtype
         )
-        if reason is None and config.reuse:
-            raise ValueError(
-                "--moe-moonep-reuse is not possible with the symmetric backend, which --moe-moonep-"
-                "backend auto takes here. Leave it out, or use --moe-moonep-backend collective"
-            )
         if reason is None:
             return _symmetric(config, group, num_experts)
     if config.backend == "symmetric":
@@ -74,6 +69,12 @@ def _symmetric(config: MoonEPConfig, group: dist.ProcessGroup, num_experts: int)
     # The kernels' packages are installed only where they are used.
     from moonep_megatron.backends.symmetric import SymmetricBackend  # noqa: PLC0415
 
+    if config.reuse:
+        log_once(
+            "moonep: --moe-moonep-reuse is unproven on the symmetric backend: its kernels have run "
+            "in an emulator, not on a GPU yet",
+            group,
+        )
     return SymmetricBackend(
         group,
         num_experts=num_experts,
@@ -82,6 +83,7 @@ def _symmetric(config: MoonEPConfig, group: dist.ProcessGroup, num_experts: int)
         slack=slack_parts(config.slack),
         max_tokens=config.max_tokens,
         check_plan=config.check_plan,
+        reuse=config.reuse,
         num_sms=config.num_sms,
         sharing=ranks_on_a_gpu(group),
         timeout=config.timeout,

@@ -194,11 +194,13 @@ class Backend(ABC):
         """B slots in memory that `push_weights` and `pull_gradients` reach. Collective."""
         return SlotPool.empty(count, shape)
 
-    def reuse_slots(self, slots: SlotPool, version: Callable[[], int]) -> None:
-        """From now on push only what a layer's own slots do not hold.
+    def keep_slots(self, shared: SlotPool, version: Callable[[], int]) -> SlotPool:
+        """Slots of this layer alone, which keep their weights until others are pushed. Collective.
+
+        From now on only what they do not hold is pushed; they are given to every `push_weights`.
 
         Args:
-            slots: of this layer alone, with tags; given to every `push_weights`.
+            shared: from `make_slots`; its gradients serve all layers.
             version: of this rank's home weights; another one whenever they may have changed.
         """
         raise TypeError(f"--moe-moonep-reuse: {type(self).__name__} keeps no duplicates")

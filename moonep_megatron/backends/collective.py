@@ -114,9 +114,10 @@ class CollectiveBackend(Backend):
         self.residents: Residents | None = None
 
     @override
-    def reuse_slots(self, slots: SlotPool, version: Callable[[], int]) -> None:
-        homes = self.num_experts // self.size
+    def keep_slots(self, shared: SlotPool, version: Callable[[], int]) -> SlotPool:
+        slots, homes = shared.tagged(), self.num_experts // self.size
         self.residents = Residents(slots, version, homes, self._gather_numbers)
+        return slots
 
     @override
     def publish_home_order(self, order_n: Tensor) -> Tensor:

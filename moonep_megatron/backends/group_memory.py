@@ -7,8 +7,8 @@ same memory in the same order, which their layers' first passes do.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,10 +23,10 @@ from moonep_megatron.backends.memory import Region, Regions, SymmetricMemory, pa
 from moonep_megatron.backends.turns import Turns
 from moonep_megatron.kernels import pull_gradients as pull
 from moonep_megatron.kernels import push_weights as push
-from moonep_megatron.kernels import sync
+from moonep_megatron.kernels import sync, tags
 from moonep_megatron.kernels.counting import HEADER
 from moonep_megatron.kernels.dispatch import dispatch, free_receive
-from moonep_megatron.kernels.duplicates import Duplicates
+from moonep_megatron.kernels.duplicates import Duplicates, Kept
 from moonep_megatron.kernels.gather import gather
 from moonep_megatron.kernels.presum import presum
 from moonep_megatron.kernels.rows import RowMemory
@@ -59,9 +59,10 @@ class CountMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetricSlots(SlotPool):
-    """Slots that other ranks push into and pull from."""
+    """Slots that other ranks push into and pull from, the same memory or, where kept, two."""
 
-    duplicates: Duplicates
+    pushed: Duplicates
+    pulled: Duplicates
 
 
 class Tables:
@@ -95,6 +96,14 @@ class Tables:
         self._memory.copy_(rows.memory.local(there))
 
 
+def _projections(
+    regions: Regions, count: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> tuple[Region, Region]:
+    """B slots of FC1 and of FC2."""
+    first, second = (regions.add((count, *shape), dtype) for shape in shapes)
+    return first, second
+
+
 def _table_regions(regions: Regions, shape: RowShape, ranks: int) -> tuple[Region, Region, Region]:
     """``rows_of``, ``source_row`` and ``probs``: neighbours, so that one copy takes them all."""
     grouped, received = shape.rows(ranks)
@@ -117,6 +126,7 @@ class GroupMemory:
         self.turns = Turns()
         self._counts: dict[int, CountMemory] = {}
         self._rows: dict[RowShape, RowMemory] = {}
+        self._warm_kept = False
 
     def counts(self, experts: int) -> CountMemory:
         """The memory of exchanges over E experts."""
@@ -156,15 +166,15 @@ class GroupMemory:
         """The memory of B slots, weights and gradients."""
         regions, flags = self._regions()
         pushed = regions.add((2, count), torch.int32)
-        weights = tuple(regions.add((count, *s), shape.dtype) for s in (shape.fc1, shape.fc2))
-        grads = tuple(regions.add((count, *s), shape.grad_dtype) for s in (shape.fc1, shape.fc2))
+        weights = _projections(regions, count, (shape.fc1, shape.fc2), shape.dtype)
+        grads = _projections(regions, count, (shape.fc1, shape.fc2), shape.grad_dtype)
         memory = self._allocate(regions)
         duplicates = Duplicates(
             memory=memory,
             flags=flags,
             pushed=pushed,
-            weights=(weights[0], weights[1]),
-            gradients=(grads[0], grads[1]),
+            weights=weights,
+            gradients=grads,
             rank=self.rank,
             ranks=self.ranks,
             timeout_ns=self.timeout_ns,
@@ -172,8 +182,46 @@ class GroupMemory:
         self._warm_slots(duplicates)
         fc1, fc2, grad1, grad2 = (memory.local(region) for region in (*weights, *grads))
         return SymmetricSlots(
-            count=count, fc1=fc1, fc2=fc2, grad1=grad1, grad2=grad2, duplicates=duplicates
+            count=count,
+            fc1=fc1,
+            fc2=fc2,
+            grad1=grad1,
+            grad2=grad2,
+            pushed=duplicates,
+            pulled=duplicates,
         )
+
+    def kept_slots(self, shared: SymmetricSlots, held_RB: Tensor) -> SymmetricSlots:
+        """As many slots with weights and tags of their own, and the gradients of ``shared``.
+
+        Args:
+            held_RB: see `moonep_megatron.kernels.duplicates.Kept`.
+        """
+        regions, flags = self._regions()
+        pushed = regions.add((2, shared.count), torch.int32)
+        shapes = (shared.fc1.shape[1:], shared.fc2.shape[1:])
+        weights = _projections(regions, shared.count, shapes, shared.fc1.dtype)
+        tag_table = regions.add((2, shared.count, tags.TAG_INTS), torch.int32)
+        memory = self._allocate(regions)
+        memory.local(tag_table).fill_(-1)
+        missing = torch.zeros(tags.MISSING_INTS, dtype=torch.int32, device=self.device)
+        # No rank may write tags before all have been cleared.
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self._alive_group)
+        duplicates = replace(
+            shared.pulled,
+            memory=memory,
+            flags=flags,
+            pushed=pushed,
+            weights=weights,
+            gradients=(),
+            kept=Kept(tags=tag_table, held_RB=held_RB, missing=missing),
+        )
+        if not self._warm_kept:
+            self._warm_pushes(duplicates)
+            self._warm_kept = True
+        fc1, fc2 = (memory.local(region) for region in weights)
+        return replace(shared, fc1=fc1, fc2=fc2, pushed=duplicates)
 
     def _regions(self) -> tuple[Regions, Region]:
         regions = Regions()
@@ -226,10 +274,8 @@ class GroupMemory:
 
     def _warm_slots(self, duplicates: Duplicates) -> None:
         """Launch every kernel of duplicates once, for a plan without any."""
-        # One expert a rank is enough: a table of -1 has no copies.
-        foreign = torch.full((self.ranks, 1), -1, dtype=torch.int32, device=self.device)
-        nowhere = torch.zeros(1, dtype=torch.int64, device=self.device)
-        homes = (nowhere, nowhere)
+        self._warm_pushes(duplicates)
+        foreign, homes = self._no_copies()
         pulls = [
             launch
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -238,15 +284,24 @@ class GroupMemory:
                 partial(pull.pull_gradients, duplicates, foreign, homes, dtype, 0, sms=1),
             )
         ]
+        self._one_by_one([*pulls, lambda: pull.wait_pulled(duplicates)])
+
+    def _warm_pushes(self, duplicates: Duplicates) -> None:
+        foreign, homes = self._no_copies()
         self._one_by_one(
             [
                 lambda: push.push_weights(duplicates, foreign, homes, 0, sms=1),
                 lambda: push.wait_slots(duplicates, foreign, 0, 0, 0, 1),
                 lambda: push.free_slots(duplicates),
-                *pulls,
-                lambda: pull.wait_pulled(duplicates),
             ]
         )
+
+    def _no_copies(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """A plan's foreign experts, none, and addresses of home weights or gradients."""
+        # One expert a rank is enough: a table of -1 has no copies.
+        foreign = torch.full((self.ranks, 1), -1, dtype=torch.int32, device=self.device)
+        nowhere = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return foreign, (nowhere, nowhere)
 
     def _one_by_one(self, launches: list[Callable[[], Any]]) -> None:
         """Run launches with all ranks in step.

@@ -9,8 +9,7 @@ Letters as in `moonep_megatron.backends.base`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import override
 
@@ -28,7 +27,6 @@ from moonep_megatron.backends.group_memory import (
     Tables,
     group_memory,
 )
-from moonep_megatron.backends.memory import Region
 from moonep_megatron.backends.symmetric_route import SymmetricRoute, chosen_experts, plan_of
 from moonep_megatron.kernels import pull_gradients as pull
 from moonep_megatron.kernels import push_weights as push
@@ -58,6 +56,7 @@ class SymmetricBackend(Backend):
         slack: how far above an equal share a rank may be, in parts (`moonep_megatron.caps`).
         max_tokens: S, or None to agree on the most tokens of any rank at the first exchange.
         check_plan: compare the plan's hash across ranks in every exchange (debugging; waits).
+        reuse: layers keep their duplicates in slots of their own, see `keep_slots`.
         num_sms: most SMs that a kernel of rows may use; pushes and pulls take fewer.
         sharing: ranks on this GPU, above 1 in tests only. They divide its SMs, because kernels
             that wait for another rank must leave it some.
@@ -78,6 +77,7 @@ class SymmetricBackend(Backend):
         slack: int = 0,
         max_tokens: int | None = None,
         check_plan: bool = False,
+        reuse: bool = False,
         num_sms: int | None = None,
         sharing: int = 1,
         timeout: float = 300.0,
@@ -103,8 +103,15 @@ class SymmetricBackend(Backend):
         self._planner_name = planner
         self._planners: dict[int, Planner] = {}
         self._addresses = Addresses(num_experts // self.size, self.device)
+        self._held_RB: Tensor | None = None
+        if reuse:
+            self._held_RB = torch.full(
+                (self.size, slots), -1, dtype=torch.int32, device=self.device
+            )
+        self._version: Callable[[], int] = int
         self._lent: RowMemory | None = None
-        self._duplicates: Duplicates | None = None
+        self._pushed: Duplicates | None = None
+        self._pulled: Duplicates | None = None
         self._before_dispatch = torch.cuda.Event()
 
     @override
@@ -126,7 +133,8 @@ class SymmetricBackend(Backend):
         if places is None or counts is None:
             ids, places, counts = count(ids.contiguous(), experts)
         exchanged = self._exchange(self.memory.counts(experts), counts, tokens, max_tokens)
-        made = self._planner(topk, max_tokens).plan(exchanged, home_order_Rn, self.rank)
+        planner = self._planner(topk, max_tokens)
+        made = planner.plan(exchanged, home_order_Rn, self.rank, self._held_RB)
         rank_sK, row_sK = destinations(made, ids, places, exchanged.first_CE, self.rank)
         plan = plan_of(made)
         if self.check_plan:
@@ -243,6 +251,15 @@ class SymmetricBackend(Backend):
         return self.memory.slots(count, shape)
 
     @override
+    def keep_slots(self, shared: SlotPool, version: Callable[[], int]) -> SlotPool:
+        assert isinstance(shared, SymmetricSlots)
+        assert self._held_RB is not None
+        self._version = version
+        # New slots hold nothing; the order of the experts in them never decides what is pushed.
+        self._held_RB.fill_(-1)
+        return self.memory.kept_slots(shared, self._held_RB)
+
+    @override
     def push_weights(
         self,
         route: Route,
@@ -253,8 +270,11 @@ class SymmetricBackend(Backend):
         backward: bool = False,
     ) -> None:
         assert isinstance(slots, SymmetricSlots)
-        self._duplicates = slots.duplicates
-        self.memory.turns.begin("push", slots.duplicates, self.layer)
+        if slots.pushed.kept is not None and torch.cuda.is_current_stream_capturing():
+            # A replay would compare the tags with the version of the capture.
+            raise RuntimeError("--moe-moonep-reuse cannot be captured in a CUDA graph")
+        self._pushed, self._pulled = slots.pushed, slots.pulled
+        self.memory.turns.begin("push", slots.pushed, self.layer)
         # Weights were ready before the dispatch; what the slots held, the flags guard.
         self.memory.side.wait_event(self._before_dispatch)
         with torch.cuda.stream(self.memory.side):
@@ -262,20 +282,21 @@ class SymmetricBackend(Backend):
                 self._addresses.table(f"weights of FC{p + 1}", weights.get(p, ())) for p in (0, 1)
             )
             push.push_weights(
-                _only(slots.duplicates, weights),
+                slots.pushed if len(weights) == 2 else slots.pushed.only(weights),
                 route.plan.foreign_expert_Rn,
                 (first, second),
                 wave,
                 backward=backward,
+                version=self._version(),
                 sms=self.push_sms,
                 layer=self.layer,
             )
 
     @override
     def wait_slots(self, route: Route, wave: int, projection: int, first: int, end: int) -> None:
-        assert self._duplicates is not None
+        assert self._pushed is not None
         push.wait_slots(
-            self._duplicates,
+            self._pushed,
             route.plan.foreign_expert_Rn,
             wave,
             projection,
@@ -286,14 +307,14 @@ class SymmetricBackend(Backend):
 
     @override
     def free_slots(self) -> None:
-        assert self._duplicates is not None
-        push.free_slots(self._duplicates)
-        self.memory.turns.end("push", self._duplicates)
+        assert self._pushed is not None
+        push.free_slots(self._pushed)
+        self.memory.turns.end("push", self._pushed)
 
     @override
     def wait_pulled(self) -> None:
-        assert self._duplicates is not None
-        pull.wait_pulled(self._duplicates, layer=self.layer)
+        assert self._pulled is not None
+        pull.wait_pulled(self._pulled, layer=self.layer)
 
     @override
     def pull_gradients(
@@ -307,7 +328,7 @@ class SymmetricBackend(Backend):
         dtypes = {target.dtype for targets_n in targets for target in targets_n}
         if len(dtypes) > 1:
             raise TypeError(f"the gradients of FC1 and FC2 must have one dtype, not {dtypes}")
-        pull.grads_ready(slots.duplicates)
+        pull.grads_ready(slots.pulled)
         self.memory.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.memory.side):
             first, second = (
@@ -315,7 +336,7 @@ class SymmetricBackend(Backend):
                 for p, targets_n in enumerate(targets)
             )
             pull.pull_gradients(
-                slots.duplicates,
+                slots.pulled,
                 route.plan.foreign_expert_Rn,
                 (first, second),
                 dtypes.pop(),
@@ -361,6 +382,7 @@ class SymmetricBackend(Backend):
                 planner=self._planner_name,
                 slots=self.slots,
                 slack=self.slack,
+                keeps=self._held_RB is not None,
                 most_rows=most,
                 device=self.device,
             )
@@ -377,15 +399,3 @@ class SymmetricBackend(Backend):
     def _rows(self, route: Route, rows: Tensor) -> RowMemory:
         shape = RowShape(route.max_tokens, route.topk, self.slack, rows.shape[1], rows.dtype)
         return self.memory.rows(shape)
-
-
-def _only(duplicates: Duplicates, projections: Iterable[int]) -> Duplicates:
-    """The same slots, of which a push sees the given projections and no bytes of the others."""
-    chosen = set(projections)
-    if chosen == {0, 1}:
-        return duplicates
-    first, second = (
-        region if p in chosen else Region(region.offset, (region.shape[0], 0, 0), region.dtype)
-        for p, region in enumerate(duplicates.weights)
-    )
-    return replace(duplicates, weights=(first, second))

@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="needs the extra: pip install 'moonep-mega
 import moonep_megatron.kernels.counting
 import moonep_megatron.kernels.destinations
 import moonep_megatron.kernels.plan  # noqa: F401 - used through the package
-from plan_kernels import check_destinations, check_plan, check_trees
+from plan_kernels import check_destinations, check_kept, check_plan, check_trees
 from routings import LOADS, random_counts
 
 from moonep_megatron import kernels
@@ -73,6 +73,15 @@ def test_every_tree(ranks, homes):
         for rows in (40, 9000):
             counts = random_counts(load, ranks, ranks * homes, rows, seed)
             check_trees(kernels, CUDA, counts, planners=solvers)
+
+
+@pytest.mark.parametrize("slots", [1, 4, None])
+@pytest.mark.parametrize(("ranks", "homes"), SIZES)
+def test_foreign_experts_stay_in_their_slots(ranks, homes, slots):
+    solvers, slots = {}, min(slots or homes, homes)
+    for load in LOADS:
+        for rows in (3, 500, 65536):
+            check_kept(kernels, CUDA, load, ranks, homes, slots, rows, 4, planners=solvers)
 
 
 def test_slots_change_what_best_takes():
